@@ -1,0 +1,1 @@
+"""Real vLLM in, cost models and error bars out."""

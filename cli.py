@@ -1,0 +1,72 @@
+"""The `vsim` command: each subcommand is one file in `commands/`, imported only when it is called."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+
+from vsim import __version__
+from vsim.errors import UserError
+
+# Command name -> (module in vsim.commands, attribute, one line for `vsim --help`).
+# The line stands here so that `vsim --help` imports no command, no numpy and no pandas.
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "replay": ("replay", "replay", "Replay a trace through a simulated vLLM and report the tails."),
+    "capacity": ("capacity", "capacity", "How many KV-cache blocks fit, term by term, as vLLM sizes them."),
+    "trace": ("trace", "trace", "Inspect, convert and generate request traces."),
+    "validate": ("validate", "validate", "Predict a real vLLM run and print the error."),
+    "debug": ("debug", "debug", "See what the scheduler decided, step by step."),
+    "catalog": ("catalog", "catalog", "List the bundled GPUs, models and profiles, with sources."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group that imports a command's module only when that command runs."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, attribute, _ = COMMANDS[cmd_name]
+        command: click.Command = getattr(importlib.import_module(f"vsim.commands.{module}"), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, _, line) in COMMANDS.items()])
+
+
+@click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="vsim")
+def vsim() -> None:
+    """What will my vLLM's tail latency, throughput, KV-cache use and bill be if I change X?"""
+
+
+def main() -> None:
+    """Run `vsim`; bad input is one sentence on stderr and exit code 2."""
+    try:
+        vsim.main(prog_name="vsim", standalone_mode=False)
+    except UserError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    except click.exceptions.Exit as done:
+        sys.exit(done.exit_code)
+    except click.ClickException as error:
+        # A mistyped flag or value: click's own sentence, without the usage block's three lines.
+        click.echo(f"error: {error.format_message()}", err=True)
+        sys.exit(2)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        sys.exit(130)
+    except BrokenPipeError:
+        # `vsim ... | head` closed the pipe: not an error, and no traceback.
+        sys.stderr.close()
+        sys.exit(141)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What a device and a model cost: memory and step time."""

@@ -1,0 +1,1 @@
+"""The simulated engine: vLLM's decisions on a simulated clock."""

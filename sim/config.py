@@ -1,0 +1,71 @@
+"""What the scheduler is told: vLLM's own names, vLLM's own defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """One KV cache group: layers that share a block table (vLLM `KVCacheGroupSpec`)."""
+
+    type: Literal["full", "swa"] = "full"
+    window: int | None = None  # tokens, for "swa"
+    block_size: int | None = None  # None: the scheduler's
+
+
+@dataclass(frozen=True, slots=True)
+class KVOffload:
+    """V1's CPU tier as the scheduler sees it (`--kv-offloading-size`): capacity in chunks.
+
+    Transfer times belong to the engine, not here.
+    """
+
+    cpu_blocks: int
+    blocks_per_chunk: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Everything a scheduler reads. All values are resolved: no None where vLLM would compute a default.
+
+    `engine` "v1" mirrors vLLM 0.32.0, "v0" mirrors 0.8.5. `engine_version` selects documented differences
+    between releases (docs/exactness.md), for example "0.19.0".
+    """
+
+    engine: Literal["v1", "v0"] = "v1"
+    engine_version: str = "0.32.0"
+    block_size: int = 16
+    num_gpu_blocks: int = 1000  # V1: includes the null block 0, so one less is usable
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_num_scheduled_tokens: int | None = None  # None: max_num_batched_tokens
+    max_num_active_seqs: int | None = None  # None: max_num_seqs
+    max_model_len: int = 8192
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    long_prefill_token_threshold: int = 0
+    long_prefill_token_threshold_adaptive: bool = False
+    scheduler_reserve_full_isl: bool = True
+    watermark: float = 0.0
+    async_scheduling: bool = False
+    pipeline_parallel_size: int = 1
+    v2_model_runner: bool = True
+    kv_groups: tuple[KVGroup, ...] = (KVGroup(),)
+    prefix_cache_retention_interval: int = 0
+    kv_offload: KVOffload | None = None
+    # V0 (0.8.5) only
+    num_cpu_blocks: int = 0
+    preemption_mode: Literal["recompute", "swap"] | None = None
+    max_num_partial_prefills: int = 1
+    max_long_partial_prefills: int = 1
+
+    @property
+    def max_concurrent_batches(self) -> int:
+        """Depth of V1's batch queue (spec 1.3): 1 means schedule, run, update in turn."""
+        stages = self.pipeline_parallel_size
+        if self.async_scheduling:
+            return stages + 1 if self.v2_model_runner else 2
+        return stages

@@ -1,0 +1,42 @@
+"""What the engine asks of a scheduler. No clock, no I/O, no SimPy behind it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from vsim.sim.step import Step, StepOutput
+from vsim.traces.trace import TraceRequest
+
+
+class Scheduler(Protocol):
+    """vLLM's decisions. `scheduler_v1.SchedulerV1` and `scheduler_v0.SchedulerV0` are the two.
+
+    The engine calls `add` for arrivals, then `schedule`, then, once the step ran, `complete`. With a batch
+    queue several steps may be scheduled before the first is completed; completion keeps their order.
+    """
+
+    def add(self, request: TraceRequest) -> str | None:
+        """Queue a request. Returns the reason if the front end refuses it (too long, empty), else None."""
+        ...
+
+    def schedule(self) -> Step: ...
+
+    def complete(self, step: Step) -> StepOutput: ...
+
+    def has_requests(self) -> bool:
+        """Is there anything left for which `schedule` should be called (spec 1.5)?"""
+        ...
+
+    def has_unfinished_requests(self) -> bool: ...
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def num_free_blocks(self) -> int: ...
+
+    @property
+    def num_usable_blocks(self) -> int: ...
