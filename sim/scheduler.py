@@ -40,3 +40,15 @@ class Scheduler(Protocol):
 
     @property
     def num_usable_blocks(self) -> int: ...
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """KV slots in allocated blocks that hold (or are scheduled to hold) a token; a block shared by
+        several requests counts once. `allocated blocks x block_size - num_kv_tokens` is what internal
+        fragmentation wastes."""
+        ...
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Totals for `Run.counters`, e.g. "prefix_cache_queries_tokens", "prefix_cache_hits_tokens"."""
+        ...

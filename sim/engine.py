@@ -1,0 +1,273 @@
+"""One replica on the simulated clock: vLLM's engine core loop in SimPy."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+import simpy
+
+from vsim.models.step import StepModel
+from vsim.sim.client import Client
+from vsim.sim.config import SchedulerConfig
+from vsim.sim.recorder import Recorder
+from vsim.sim.run import Run
+from vsim.sim.scheduler import Scheduler
+from vsim.sim.step import Step
+from vsim.traces.trace import Trace
+
+NS = 1_000_000_000
+
+
+class EngineDied(Exception):
+    """The real engine would have crashed here. `str(error)` says what it would have said."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostLink:
+    """The link that V0's swaps cross, one transfer at a time. Sizes per block over all layers."""
+
+    block_bytes: int
+    bytes_per_s: float
+
+    def seconds(self, blocks: int) -> float:
+        return blocks * self.block_bytes / self.bytes_per_s
+
+
+class Replica:
+    """vLLM's EngineCore: drain the inbox, schedule, execute, update.
+
+    With a batch queue (async scheduling, pipeline parallelism) up to `config.max_concurrent_batches` steps
+    are in flight: the queue is filled before any output is awaited (vLLM 0.32 v1/engine/core.py,
+    `step_with_batch_queue`; spec 1.3). Without, the queue has one place and the same loop is `step`.
+    """
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        trace: Trace,
+        scheduler: Scheduler,
+        config: SchedulerConfig,
+        step_model: StepModel,
+        recorder: Recorder,
+        ended: Callable[[int], None],
+        frontend_ns: int = 0,
+        host_link: HostLink | None = None,
+        on_step: Callable[[], None] | None = None,
+    ) -> None:
+        self.env = env
+        self.trace = trace
+        self.scheduler = scheduler
+        self.config = config
+        self.step_model = step_model
+        self.recorder = recorder
+        self._ended = ended
+        self._frontend_ns = frontend_ns
+        self._host_link = host_link
+        self._on_step = on_step
+        self._inbox: deque[tuple[int, int]] = deque()
+        self._asleep: simpy.Event | None = None
+        # When each pipeline stage is free again.
+        self._stage_free = [0] * config.pipeline_parallel_size
+
+    def receive(self, index: int) -> None:
+        """A request leaves the client; the engine can see it once the front end has handled it."""
+        self._inbox.append((int(self.env.now) + self._frontend_ns, index))
+        if self._asleep is not None:
+            self._asleep.succeed()
+            self._asleep = None
+
+    def run(self) -> Generator[simpy.Event, Any, None]:
+        scheduler, env = self.scheduler, self.env
+        depth = self.config.max_concurrent_batches
+        in_flight: deque[tuple[int, int, Step, dict[str, int]]] = deque()
+        while True:
+            self._drain_inbox()
+            if not scheduler.has_requests() and not in_flight:
+                yield from self._sleep()
+                continue
+            if scheduler.has_requests():
+                step = scheduler.schedule()
+                row = self._note(step)
+                host, device = self._durations(step)
+                if depth > 1 and host:
+                    # The CPU is busy meanwhile; what is in flight goes on.
+                    yield env.timeout(host)
+                    host = 0
+                in_flight.append((*self._launch(int(env.now) + host, device), step, row))
+                if len(in_flight) < depth and (step.requests or scheduler.has_requests()):
+                    continue
+            start, end, step, row = in_flight.popleft()
+            if end > env.now:
+                yield env.timeout(end - env.now)
+                # What arrives at this very instant comes before the next schedule(): let it.
+                yield env.timeout(0)
+            self._complete(step, row, start, end)
+            if self._nothing_can_change(step, in_flight):
+                yield from self._sleep()
+
+    def _drain_inbox(self) -> None:
+        now = int(self.env.now)
+        while self._inbox and self._inbox[0][0] <= now:
+            _, index = self._inbox.popleft()
+            refusal = self.scheduler.add(self.trace.request(index))
+            if refusal is not None:
+                self.recorder.rejected(index, refusal, now)
+                self._ended(index)
+
+    def _sleep(self) -> Generator[simpy.Event, Any, None]:
+        """Until something is in the inbox."""
+        if self._inbox:
+            yield self.env.timeout(max(0, self._inbox[0][0] - self.env.now))
+            return
+        self._asleep = self.env.event()
+        yield self._asleep
+        if self._inbox and self._inbox[0][0] > self.env.now:
+            yield self.env.timeout(self._inbox[0][0] - self.env.now)
+
+    def _durations(self, step: Step) -> tuple[int, int]:
+        """(host, device) ns of a step; a step without requests takes none, unless it moves KV."""
+        moved = sum(step.swapped_in.values()) + sum(step.swapped_out.values())
+        swap = self._host_link.seconds(moved) if moved and self._host_link is not None else 0.0
+        if not step.requests:
+            return 0, round(swap * NS)
+        shape = step.shape
+        host = round(self.step_model.host_seconds(shape) * NS)
+        device = round((self.step_model.device_seconds(shape) + swap) * NS)
+        # Time moves: a model that answers 0 must not stop the clock.
+        return host, max(1, device)
+
+    def _launch(self, ready: int, device_ns: int) -> tuple[int, int]:
+        """Put a step on the device, stage by stage: (start, end) in ns."""
+        if not device_ns:
+            return ready, ready
+        stages = self._stage_free
+        share, rest = divmod(device_ns, len(stages))
+        start = end = max(ready, stages[0])
+        for stage in range(len(stages)):
+            end = max(end, stages[stage]) + share + (rest if stage == 0 else 0)
+            stages[stage] = end
+        return start, end
+
+    def _note(self, step: Step) -> dict[str, int]:
+        """Record what `schedule()` decided, and the state right after it."""
+        self.recorder.scheduled(step, int(self.env.now))
+        for index in step.ignored:
+            self.recorder.rejected(index, "can never fit the KV cache", int(self.env.now))
+            self._ended(index)
+        scheduler, shape = self.scheduler, step.shape
+        return {
+            "tokens": shape.num_tokens,
+            "prefill_tokens": shape.prefill_tokens,
+            "prefill_seqs": len(shape.prefills),
+            "decodes": shape.num_decodes,
+            "decode_context": shape.decode_context_sum,
+            "running": scheduler.num_running,
+            "waiting": scheduler.num_waiting,
+            "kv_blocks_used": scheduler.num_usable_blocks - scheduler.num_free_blocks,
+            "kv_tokens_used": scheduler.num_kv_tokens,
+            "preempted": len(step.preempted),
+            "swapped_blocks": sum(step.swapped_in.values()) + sum(step.swapped_out.values()),
+        }
+
+    def _complete(self, step: Step, row: dict[str, int], start: int, end: int) -> None:
+        output = self.scheduler.complete(step)
+        now = int(self.env.now)
+        self.recorder.completed(output, now)
+        for index in output.finished:
+            self._ended(index)
+        if step.requests or step.preempted or row["swapped_blocks"]:
+            self.recorder.step({**row, "start_ns": start, "end_ns": max(end, start)})
+            if self._on_step is not None:
+                self._on_step()
+
+    def _nothing_can_change(
+        self, step: Step, in_flight: deque[tuple[int, int, Step, dict[str, int]]]
+    ) -> bool:
+        """Does the engine spin in vain until another request comes (spec 8.1)?"""
+        return (
+            not step.requests
+            and not step.preempted
+            and not step.swapped_in
+            and not step.swapped_out
+            and not step.ignored
+            and not any(entry[2].requests for entry in in_flight)
+            and self.scheduler.has_unfinished_requests()
+        )
+
+
+def make_scheduler(config: SchedulerConfig) -> Scheduler:
+    """The scheduler of `config.engine`."""
+    if config.engine == "v0":
+        from vsim.sim.scheduler_v0 import SchedulerV0
+
+        return SchedulerV0(config)
+    from vsim.sim.scheduler_v1 import SchedulerV1
+
+    return SchedulerV1(config)
+
+
+def simulate(
+    trace: Trace,
+    config: SchedulerConfig,
+    step_model: StepModel,
+    *,
+    max_concurrency: int | None = None,
+    frontend_s: float = 0.0,
+    host_link: HostLink | None = None,
+    on_step: Callable[[int, int], None] | None = None,
+) -> Run:
+    """Replay `trace` on one replica and return what happened, on the client's clock.
+
+    `max_concurrency`: closed loop, as `vllm bench serve --max-concurrency`. `frontend_s`: seconds between
+    the client's send and the engine's inbox. `on_step(now_ns, requests_ended)` is called after each step.
+    A run that cannot go on (the head of the queue never fits; the real engine would have died) ends there
+    and says so in `Run.ended_early`.
+    """
+    env = simpy.Environment(initial_time=0)
+    recorder = Recorder(trace)
+    scheduler = make_scheduler(config)
+    client = Client(env, trace, lambda index: replica.receive(index), max_concurrency)
+    replica = Replica(
+        env,
+        trace,
+        scheduler,
+        config,
+        step_model,
+        recorder,
+        client.finished,
+        frontend_ns=round(frontend_s * NS),
+        host_link=host_link,
+        on_step=None if on_step is None else lambda: on_step(int(env.now), client.num_ended),
+    )
+    env.process(client.run())
+    env.process(replica.run())
+    ended_early = None
+    try:
+        env.run()
+    except EngineDied as death:
+        ended_early = f"the engine died: {death}"
+    left = len(trace) - client.num_ended
+    if left and ended_early is None:
+        ended_early = (
+            f"stalled: {left} of {len(trace)} requests could never be scheduled "
+            f"({scheduler.num_waiting} waiting, {scheduler.num_free_blocks} of "
+            f"{scheduler.num_usable_blocks} KV blocks free)"
+        )
+    itl_ns, itl_count = recorder.gaps()
+    return Run(
+        origin="simulated",
+        requests=recorder.request_columns(client.columns()),
+        steps=recorder.step_columns(),
+        itl_ns=itl_ns,
+        itl_count=itl_count,
+        block_size=config.block_size,
+        num_gpu_blocks=scheduler.num_usable_blocks,
+        reasons=tuple(recorder.reasons),
+        tenant_names=trace.tenant_names,
+        counters=dict(scheduler.counters),
+        end_ns=int(env.now),
+        ended_early=ended_early,
+    )

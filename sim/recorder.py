@@ -1,0 +1,141 @@
+"""Writes down a replica's steps and what each request lived through, column by column."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+
+import numpy as np
+
+from vsim.sim.run import (
+    FINISHED,
+    REJECTED,
+    REQUEST_COLUMNS,
+    STEP_COLUMNS,
+    UNFINISHED,
+    Column,
+)
+from vsim.sim.step import Step, StepOutput
+from vsim.traces.trace import Trace
+
+# array typecodes of the step columns' dtypes
+_TYPECODE = {"int64": "q", "int32": "i"}
+
+
+class Recorder:
+    """Per-request marks (lists of length n) and per-step columns of one simulation. Times in ns."""
+
+    def __init__(self, trace: Trace) -> None:
+        n = len(trace)
+        self.trace = trace
+        self.first_scheduled_ns = [-1] * n
+        self.first_token_ns = [-1] * n
+        self.last_token_ns = [-1] * n
+        self.finish_ns = [-1] * n
+        self.output_tokens = [0] * n
+        self.cached_tokens = [0] * n
+        self.preemptions = [0] * n
+        self.recomputed_tokens = [0] * n
+        self.status = [UNFINISHED] * n
+        self.reason = [-1] * n
+        self.reasons: list[str] = []
+        self.itl: Counter[int] = Counter()
+        # Tokens of a preempted request that had been computed once: computing them again is the tax.
+        self._computed_before: dict[int, int] = {}
+        # Progress of prompts that are not through yet; a decode's progress follows from its output.
+        self._chunk_end: dict[int, int] = {}
+        self.steps = {name: array(_TYPECODE[kind]) for name, kind in STEP_COLUMNS.items()}
+
+    def scheduled(self, step: Step, now: int) -> None:
+        """`schedule()` returned `step` at `now`."""
+        for victim in step.preempted:
+            self.preemptions[victim] += 1
+            done = self._chunk_end.get(victim, 0)
+            if self.output_tokens[victim]:
+                # All but the newest token have their KV.
+                done = int(self.trace.prompt_tokens[victim]) + self.output_tokens[victim] - 1
+            self._computed_before[victim] = max(done, self._computed_before.get(victim, 0))
+        for index in step.new:
+            self.first_scheduled_ns[index] = now
+        if step.new:
+            admitted = set(step.new)
+            for index, computed in zip(step.requests, step.num_computed, strict=True):
+                if index in admitted:
+                    self.cached_tokens[index] = computed
+        for index, tokens, computed in zip(
+            step.requests, step.num_tokens, step.num_computed, strict=True
+        ):
+            if tokens > 1:
+                self._chunk_end[index] = computed + tokens
+            if self._computed_before:
+                before = self._computed_before.get(index)
+                if before is not None:
+                    self.recomputed_tokens[index] += max(
+                        0, min(before, computed + tokens) - computed
+                    )
+                    if computed + tokens >= before:
+                        del self._computed_before[index]
+
+    def completed(self, output: StepOutput, now: int) -> None:
+        """A step's outputs were processed at `now`."""
+        last = self.last_token_ns
+        gaps = self.itl
+        for index in output.emitted:
+            self.output_tokens[index] += 1
+            before = last[index]
+            if before < 0:
+                self.first_token_ns[index] = now
+            else:
+                gaps[now - before] += 1
+            last[index] = now
+        for index in output.finished:
+            self.finish_ns[index] = now
+            self.status[index] = FINISHED
+            self._chunk_end.pop(index, None)
+
+    def rejected(self, index: int, reason: str, now: int) -> None:
+        """The front end (or V0's scheduler) refused the request."""
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+        self.reason[index] = self.reasons.index(reason)
+        self.status[index] = REJECTED
+        self.finish_ns[index] = now
+
+    def step(self, row: dict[str, int]) -> None:
+        """One row of `STEP_COLUMNS`."""
+        for name, column in self.steps.items():
+            column.append(row[name])
+
+    def request_columns(self, client: dict[str, Column]) -> dict[str, Column]:
+        trace, n = self.trace, len(self.trace)
+        zeros = np.zeros(n, dtype=np.int32)
+        given: dict[str, object] = {
+            "request": np.arange(n),
+            **client,
+            "first_scheduled_ns": self.first_scheduled_ns,
+            "first_token_ns": self.first_token_ns,
+            "finish_ns": self.finish_ns,
+            "prompt_tokens": trace.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "cached_tokens": self.cached_tokens,
+            "preemptions": self.preemptions,
+            "recomputed_tokens": self.recomputed_tokens,
+            "status": self.status,
+            "reason": self.reason,
+            "tenant": zeros if trace.tenant is None else trace.tenant,
+            "priority": zeros if trace.priority is None else trace.priority,
+        }
+        return {name: np.asarray(given[name], dtype=kind) for name, kind in REQUEST_COLUMNS.items()}
+
+    def step_columns(self) -> dict[str, Column]:
+        return {
+            name: np.frombuffer(column, dtype=STEP_COLUMNS[name]).copy()
+            if len(column)
+            else np.empty(0, dtype=STEP_COLUMNS[name])
+            for name, column in self.steps.items()
+        }
+
+    def gaps(self) -> tuple[np.ndarray, np.ndarray]:
+        """All inter-token gaps as (distinct values ascending, counts)."""
+        values = np.array(sorted(self.itl), dtype=np.int64)
+        return values, np.array([self.itl[int(v)] for v in values], dtype=np.int64)
