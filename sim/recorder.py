@@ -65,7 +65,7 @@ class Recorder:
         for index, tokens, computed in zip(
             step.requests, step.num_tokens, step.num_computed, strict=True
         ):
-            if tokens > 1:
+            if not self.output_tokens[index]:
                 self._chunk_end[index] = computed + tokens
             if self._computed_before:
                 before = self._computed_before.get(index)

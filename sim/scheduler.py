@@ -8,6 +8,10 @@ from vsim.sim.step import Step, StepOutput
 from vsim.traces.trace import TraceRequest
 
 
+class EngineDiedError(Exception):
+    """The real engine would have crashed here. `str(error)` says what it would have said."""
+
+
 class Scheduler(Protocol):
     """vLLM's decisions. `scheduler_v1.SchedulerV1` and `scheduler_v0.SchedulerV0` are the two.
 
