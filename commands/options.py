@@ -1,0 +1,73 @@
+"""vLLM's engine flags as click options, the same on every command that takes a deployment."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+# (declarations, attributes). None means "not given": the default is vLLM's, resolved for GPU and model.
+_FLAGS: list[tuple[tuple[str, ...], dict[str, Any]]] = [
+    (("--model",), {"help": "Bundled name (vsim catalog) or a folder with a Hugging Face config.json."}),
+    (("--gpu",), {"help": "GPU by name, e.g. a100, h100, rtx4090 (vsim catalog)."}),
+    (("--tensor-parallel-size", "-tp"), {"type": click.IntRange(min=1)}),
+    (("--pipeline-parallel-size", "-pp"), {"type": click.IntRange(min=1)}),
+    (("--data-parallel-size", "-dp"), {"type": click.IntRange(min=1)}),
+    (("--enable-expert-parallel/--no-enable-expert-parallel",), {"default": None}),
+    (("--dtype",), {"help": "auto, bfloat16, float16, float32."}),
+    (("--quantization", "-q"), {"help": "fp8, awq, gptq, ... as vLLM names them."}),
+    (("--kv-cache-dtype",), {"help": "auto, fp8, fp8_e4m3, fp8_e5m2, bfloat16."}),
+    (("--max-model-len",), {"type": int}),
+    (("--gpu-memory-utilization",), {"type": float}),
+    (("--kv-cache-memory-bytes",), {"type": int}),
+    (("--num-gpu-blocks-override",), {"type": int}),
+    (("--block-size",), {"type": int}),
+    (("--enable-prefix-caching/--no-enable-prefix-caching",), {"default": None}),
+    (("--enable-chunked-prefill/--no-enable-chunked-prefill",), {"default": None}),
+    (("--max-num-seqs",), {"type": int}),
+    (("--max-num-active-seqs",), {"type": int}),
+    (("--max-num-batched-tokens",), {"type": int}),
+    (("--max-num-scheduled-tokens",), {"type": int}),
+    (("--long-prefill-token-threshold",), {"type": int}),
+    (
+        ("--long-prefill-token-threshold-adaptive/--no-long-prefill-token-threshold-adaptive",),
+        {"default": None},
+    ),
+    (("--scheduling-policy",), {"type": click.Choice(["fcfs", "priority"])}),
+    (("--scheduler-reserve-full-isl/--no-scheduler-reserve-full-isl",), {"default": None}),
+    (("--watermark",), {"type": float}),
+    (("--async-scheduling/--no-async-scheduling",), {"default": None}),
+    (("--enforce-eager/--no-enforce-eager",), {"default": None}),
+    (("--kv-offloading-size",), {"type": float, "help": "GiB of CPU memory for V1's offload tier."}),
+    (("--swap-space",), {"type": float, "help": "V0: GiB of CPU memory for swapped KV blocks."}),
+    (("--preemption-mode",), {"type": click.Choice(["recompute", "swap"]), "help": "V0 only."}),
+    (("--engine",), {"type": click.Choice(["v1", "v0"]), "help": "v1: vLLM 0.32 (default); v0: vLLM 0.8.5."}),
+    (("--engine-version",), {"help": "A vLLM release whose decisions differ, e.g. 0.19.0."}),
+    (
+        ("--usage",),
+        {
+            "type": click.Choice(["server", "llm"]),
+            "help": "Whose defaults: `vllm serve` (default) or the offline `LLM` class.",
+        },
+    ),
+]
+
+NAMES = tuple(
+    next(d for d in declarations if d.startswith("--")).split("/")[0][2:].replace("-", "_")
+    for declarations, _ in _FLAGS
+)
+
+
+def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add vLLM's engine flags to a command; they arrive together as the dict `engine_flags`."""
+
+    @functools.wraps(command)
+    def gathered(*args: Any, **values: Any) -> Any:
+        engine_flags = {name: values.pop(name) for name in NAMES}
+        return command(*args, engine_flags=engine_flags, **values)
+
+    for declarations, attributes in reversed(_FLAGS):
+        gathered = click.option(*declarations, **attributes)(gathered)
+    return gathered
