@@ -1,0 +1,249 @@
+"""A run on disk: one folder, written whole or not at all, read back without loss."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from vsim.errors import UserError
+from vsim.sim.run import REQUEST_COLUMNS, STEP_COLUMNS, Column, Run
+from vsim.sim.summary import summary_json
+
+SCHEMA = "vsim/run/1"
+RUN_JSON = "run.json"
+SUMMARY_JSON = "summary.json"
+REQUESTS = "requests.parquet"
+TIMELINE = "timeline.parquet"
+ITL = "itl.parquet"
+REPORT = "report.html"
+
+
+def write_run(
+    run: Run,
+    folder: str | os.PathLike[str],
+    summary: Mapping[str, Any],
+    report: bool = True,
+    overwrite: bool = True,
+) -> None:
+    """Write `run` as a folder: run.json, summary.json, three Parquet files and, with `report`, report.html.
+
+    Everything is built in a sibling folder and renamed at the end, so `folder` is either whole or as it was
+    before. The same run gives the same bytes. Raises UserError if `folder` exists and is not a vsim run
+    (or is one, without `overwrite`), or if the disk refuses.
+    """
+    target = Path(folder)
+    check_target(target, overwrite)
+    # Beside the target, so that the last step is a rename within one file system.
+    temporary = target.with_name(f".{target.name}.vsim-{os.getpid()}")
+    try:
+        target.absolute().parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        _write_files(run, temporary, summary, report)
+        _move_into_place(temporary, target)
+    except OSError as error:
+        raise UserError(f"cannot write {target}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_target(folder: str | os.PathLike[str], overwrite: bool = True) -> None:
+    """Raises UserError if a run may not be written to `folder`. Call it before a long simulation."""
+    target = Path(folder)
+    if not target.name or target.name in {".", ".."}:
+        raise UserError(f"output folder {target}: give the name of a new folder")
+    if not target.exists() and not target.is_symlink():
+        return
+    if not target.is_dir() or target.is_symlink():
+        raise UserError(f"output folder {target} exists and is not a folder; choose another name")
+    if not any(target.iterdir()):
+        return
+    if not is_run(target):
+        raise UserError(
+            f"output folder {target} exists and is not a vsim run; choose another name or remove it"
+        )
+    if not overwrite:
+        raise UserError(f"output folder {target} already holds a run; choose another name")
+
+
+def is_run(folder: str | os.PathLike[str]) -> bool:
+    """Does `folder` hold a run of vsim's, of whatever schema version?"""
+    try:
+        # The schema stands in the first bytes: a huge file of something else isn't read for this.
+        with (Path(folder) / RUN_JSON).open(encoding="utf-8") as file:
+            head = file.read(200)
+    except (OSError, UnicodeDecodeError):
+        return False
+    return '"schema": "vsim/run/' in head
+
+
+def read_run(folder: str | os.PathLike[str]) -> Run:
+    """The run that `write_run` stored in `folder`; equal to it in every column and field.
+
+    Raises UserError if the folder is not a run, is of another schema, or is damaged.
+    """
+    base = Path(folder)
+    head = _read_head(base)
+    requests = _read_columns(base / REQUESTS, REQUEST_COLUMNS)
+    steps = _read_columns(base / TIMELINE, STEP_COLUMNS)
+    itl = _read_columns(base / ITL, {"itl_ns": "int64", "count": "int64"})
+    try:
+        if head["origin"] not in ("simulated", "measured"):
+            raise UserError(f"{base / RUN_JSON}: origin {head['origin']!r} is not known")
+        return Run(
+            origin=head["origin"],
+            requests=requests,
+            steps=steps,
+            itl_ns=itl["itl_ns"],
+            itl_count=itl["count"],
+            block_size=int(head["block_size"]),
+            num_gpu_blocks=int(head["num_gpu_blocks"]),
+            reasons=tuple(head["reasons"]),
+            tenant_names=tuple(head["tenant_names"]),
+            config=dict(head["config"]),
+            provenance=dict(head["provenance"]),
+            assumptions=tuple(head["assumptions"]),
+            counters=dict(head["counters"]),
+            end_ns=int(head["end_ns"]),
+            ended_early=head["ended_early"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{base / RUN_JSON}: not a complete {SCHEMA} file ({error})") from error
+
+
+def read_summary(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The stored summary.json. Raises UserError if there is none."""
+    path = Path(folder) / SUMMARY_JSON
+    return _load_json(path)
+
+
+def run_json(run: Run) -> str:
+    """run.json: everything but the columns, sorted, without dates or paths. The schema comes first."""
+    body = {
+        "origin": run.origin,
+        "block_size": run.block_size,
+        "num_gpu_blocks": run.num_gpu_blocks,
+        "reasons": list(run.reasons),
+        "tenant_names": list(run.tenant_names),
+        "config": run.config,
+        "provenance": run.provenance,
+        "assumptions": list(run.assumptions),
+        "counters": run.counters,
+        "end_ns": run.end_ns,
+        "ended_early": run.ended_early,
+    }
+    text = json.dumps(
+        _json_ready(body), indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False
+    )
+    return '{\n "schema": "' + SCHEMA + '",' + text[1:] + "\n"
+
+
+def _json_ready(value: Any) -> Any:
+    """numpy's scalars as Python's; infinities and NaN, which JSON has not, as the words "inf" and "nan"."""
+    if isinstance(value, Mapping):
+        return {str(key): _json_ready(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_ready(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def _write_files(run: Run, folder: Path, summary: Mapping[str, Any], report: bool) -> None:
+    (folder / RUN_JSON).write_text(run_json(run), encoding="utf-8")
+    (folder / SUMMARY_JSON).write_text(summary_json(summary), encoding="utf-8")
+    _write_columns(folder / REQUESTS, run.requests)
+    _write_columns(folder / TIMELINE, run.steps)
+    _write_columns(folder / ITL, {"itl_ns": run.itl_ns, "count": run.itl_count})
+    if report:
+        from vsim.sim.report import render_report
+
+        (folder / REPORT).write_text(render_report(run, summary), encoding="utf-8")
+
+
+def _move_into_place(temporary: Path, target: Path) -> None:
+    """Rename, keeping an earlier run aside until the new one stands."""
+    if target.exists() and any(target.iterdir()):
+        aside = target.with_name(f".{target.name}.vsim-{os.getpid()}.old")
+        shutil.rmtree(aside, ignore_errors=True)
+        target.rename(aside)
+        try:
+            temporary.rename(target)
+        except OSError:
+            aside.rename(target)
+            raise
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        temporary.rename(target)
+
+
+def _write_columns(path: Path, columns: Mapping[str, Column]) -> None:
+    table = pa.table({name: pa.array(column) for name, column in columns.items()})
+    # Fixed options: the bytes must not change with a library's defaults.
+    pq.write_table(
+        table,
+        path,
+        compression="zstd",
+        compression_level=3,
+        version="2.6",
+        data_page_version="1.0",
+        row_group_size=1 << 20,
+        use_dictionary=False,
+        write_statistics=True,
+        store_schema=False,
+    )
+
+
+def _read_columns(path: Path, needed: Mapping[str, str]) -> dict[str, Column]:
+    """Columns of a Parquet file as arrays; those in `needed` in that order and dtype, then any others."""
+    try:
+        table = pq.read_table(path)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: the run folder is incomplete") from None
+    except (OSError, pa.ArrowException) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{path} cannot be read: {reason}") from error
+    columns: dict[str, Column] = {}
+    for name in [*needed, *(n for n in table.column_names if n not in needed)]:
+        if name not in table.column_names:
+            raise UserError(f"{path}: column {name} is missing; this is not a {SCHEMA} file")
+        values = table.column(name).to_numpy()
+        wanted = needed.get(name)
+        if values.dtype.kind not in "iu" and wanted is not None and len(values):
+            raise UserError(f"{path}: column {name} holds {values.dtype}, expected {wanted}")
+        columns[name] = np.ascontiguousarray(values, dtype=wanted)
+    return columns
+
+
+def _read_head(base: Path) -> dict[str, Any]:
+    head = _load_json(base / RUN_JSON)
+    schema = head.get("schema")
+    if schema != SCHEMA:
+        raise UserError(
+            f"{base / RUN_JSON}: schema {schema!r} is not {SCHEMA!r}, which this vsim reads; "
+            "run the simulation again or use the vsim that wrote it"
+        )
+    return head
+
+
+def _load_json(path: Path) -> dict[str, Any]:
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path.parent} is not a vsim run: it has no {path.name}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(loaded, dict):
+        raise UserError(f"{path}: expected a JSON object, found {type(loaded).__name__}")
+    return loaded

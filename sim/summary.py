@@ -1,0 +1,220 @@
+"""A run in one dictionary: `vllm bench serve --save-result`'s keys, and vsim's own beside them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from vsim.errors import UserError
+from vsim.sim import metrics, timeline
+from vsim.sim.run import FINISHED, REJECTED, STATUS_NAMES, Run
+
+SCHEMA = "vsim/summary/1"
+DEFAULT_PERCENTILES = (50.0, 90.0, 95.0, 99.0)
+
+
+def summarize(
+    run: Run,
+    percentiles: Sequence[float] = DEFAULT_PERCENTILES,
+    goodput: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """Every metric of `run` as JSON-ready numbers; None where there is nothing to measure, never NaN.
+
+    `percentiles` in (0, 100]; `goodput`: limits in ms by "ttft", "tpot", "e2el" (`metrics.parse_goodput`).
+    Latencies are of finished requests, in ms, from the client's clock. docs/metrics.md defines each key.
+    Raises UserError for a percentile or a limit that makes no sense.
+    """
+    asked = _checked_percentiles(percentiles)
+    slo = dict(goodput or {})
+    metrics.check_goodput(slo)
+    latency = metrics.latencies(run)
+    status = run.requests["status"]
+    done = status == FINISHED
+    span_ns = metrics.duration_ns(run) if run.num_requests else 0
+    span_s = span_ns / 1e9
+    input_tokens = int(run.requests["prompt_tokens"][done].sum())
+    output_tokens = int(run.requests["output_tokens"][done].sum())
+    completed = int(done.sum())
+
+    def per_second(amount: float) -> float | None:
+        return amount / span_s if span_s > 0 else None
+
+    summary: dict[str, Any] = {
+        # What `vllm bench serve` states about its client; a simulation has no wall-clock date.
+        "backend": "vsim" if run.origin == "simulated" else "vllm",
+        "endpoint_type": "vsim" if run.origin == "simulated" else "vllm",
+        "date": None,
+        "label": None,
+        "model_id": setting(run.config, "model"),
+        "tokenizer_id": None,
+        "num_prompts": run.num_requests,
+        "request_rate": _rate(setting(run.config, "request_rate")),
+        "burstiness": setting(run.config, "burstiness"),
+        "max_concurrency": setting(run.config, "max_concurrency"),
+        # Results
+        "duration": span_s,
+        "completed": completed,
+        "failed": run.num_requests - completed,
+        "total_input_tokens": input_tokens,
+        "total_output_tokens": output_tokens,
+        "request_throughput": per_second(completed),
+        "request_goodput": per_second(metrics.good_requests(latency, slo)) if slo else None,
+        "output_throughput": per_second(output_tokens),
+        "total_token_throughput": per_second(input_tokens + output_tokens),
+        "max_output_tokens_per_s": metrics.max_output_tokens_per_s(run),
+        "max_concurrent_requests": metrics.max_concurrent_requests(run),
+        "rtfx": 0.0,
+        **metrics.stats(latency.ttft_ns, asked).flat("ttft"),
+        **metrics.stats(latency.tpot_ns, asked).flat("tpot"),
+        **metrics.weighted_stats(run.itl_ns, run.itl_count, asked).flat("itl"),
+        **metrics.stats(latency.e2el_ns, asked).flat("e2el"),
+        **metrics.stats(latency.queue_ns, asked).flat("queue_time"),
+        # vsim's own
+        "schema": SCHEMA,
+        "origin": run.origin,
+        "ended_early": run.ended_early,
+        "percentiles": list(asked),
+        "goodput_slo_ms": slo or None,
+        "goodput_fraction": (
+            metrics.good_requests(latency, slo) / run.num_requests
+            if slo and run.num_requests
+            else None
+        ),
+        "status_counts": {
+            name: int((status == code).sum()) for code, name in enumerate(STATUS_NAMES)
+        },
+        "rejected_reasons": rejected_reasons(run),
+        "preemptions": int(run.requests["preemptions"].sum()),
+        "preempted_requests": int((run.requests["preemptions"] > 0).sum()),
+        "recomputed_tokens": int(run.requests["recomputed_tokens"].sum()),
+        "block_size": run.block_size,
+        "num_gpu_blocks": run.num_gpu_blocks,
+        "num_steps": len(run.steps["start_ns"]),
+        **_prefix_cache(run),
+        **_over_time(run, span_ns),
+    }
+    if summary["max_concurrency"] is not None or bool((latency.client_queue_ns > 0).any()):
+        summary |= metrics.stats(latency.client_queue_ns, asked).flat("client_queue_time")
+        whole = latency.e2el_ns + latency.client_queue_ns
+        summary |= metrics.stats(whole, asked).flat("e2el_including_client_queue")
+    return summary
+
+
+def summary_json(summary: Mapping[str, Any]) -> str:
+    """`summary` as text: sorted keys, one key a line, the same bytes for the same run; NaN is refused."""
+    return json.dumps(summary, indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def rejected_reasons(run: Run) -> dict[str, int]:
+    """How many requests were rejected, by reason, most frequent first."""
+    rejected = run.requests["status"] == REJECTED
+    codes, counts = np.unique(run.requests["reason"][rejected], return_counts=True)
+    found = {
+        (run.reasons[code] if 0 <= code < len(run.reasons) else "no reason recorded"): int(count)
+        for code, count in zip(codes.tolist(), counts.tolist(), strict=True)
+    }
+    return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+
+
+def setting(config: Mapping[str, Any], name: str) -> Any:
+    """The value of `name` anywhere in a run's `config`: {"value": v, "origin": o} or the bare value."""
+    for key, value in config.items():
+        if str(key).lstrip("-").replace("-", "_") == name:
+            if isinstance(value, Mapping):
+                if "value" in value:
+                    return value["value"]
+                if "name" in value:
+                    return value["name"]
+            else:
+                return value
+    for value in config.values():
+        if isinstance(value, Mapping):
+            found = setting(value, name)
+            if found is not None:
+                return found
+    return None
+
+
+def _checked_percentiles(percentiles: Sequence[float]) -> tuple[float, ...]:
+    for value in percentiles:
+        if not 0 <= value <= 100:
+            raise UserError(f"percentile {value:g} is not between 0 and 100")
+    return tuple(sorted({float(value) for value in percentiles}))
+
+
+def _rate(value: Any) -> Any:
+    # vLLM writes "inf" for all at once; null here means the trace's own timing.
+    return "inf" if value == float("inf") else value
+
+
+def _prefix_cache(run: Run) -> dict[str, Any]:
+    queries = run.counters.get("prefix_cache_queries_tokens")
+    hits = run.counters.get("prefix_cache_hits_tokens")
+    rate = hits / queries if queries and hits is not None else None
+    return {
+        "prefix_cache_queries_tokens": queries,
+        "prefix_cache_hits_tokens": hits,
+        "prefix_cache_hit_rate": rate,
+    }
+
+
+def _over_time(run: Run, span_ns: int) -> dict[str, Any]:
+    """Time-weighted state: KV usage, internal fragmentation, running and waiting."""
+    names = (
+        "kv_usage_mean",
+        "kv_usage_peak",
+        "kv_blocks_used_peak",
+        "kv_fragmentation_mean",
+        "kv_fragmentation_peak",
+        "kv_wasted_slots_mean",
+        "kv_wasted_slots_peak",
+        "running_mean",
+        "running_peak",
+        "waiting_mean",
+        "waiting_peak",
+    )
+    steps = run.steps
+    if not len(steps["start_ns"]) or span_ns <= 0:
+        return dict.fromkeys(names)
+    start = int(run.requests["arrival_ns"].min())
+    end = start + span_ns
+    blocks = timeline.step_state(run, steps["kv_blocks_used"])
+    slots = steps["kv_blocks_used"].astype(np.int64) * run.block_size
+    wasted = timeline.step_state(run, slots - steps["kv_tokens_used"])
+    running = timeline.step_state(run, steps["running"])
+    waiting = timeline.step_state(run, steps["waiting"])
+    usable = run.num_gpu_blocks * num_replicas(run)
+    blocks_mean = blocks.mean(start, end) or 0.0
+    wasted_mean = wasted.mean(start, end)
+    share = wasted.value / np.maximum(blocks.value * run.block_size, 1)
+    peak = float(blocks.value.max())
+    held = blocks_mean * run.block_size
+    return dict(
+        zip(
+            names,
+            (
+                blocks_mean / usable if usable > 0 else None,
+                peak / usable if usable > 0 else None,
+                int(peak),
+                # Slots x seconds wasted of slots x seconds allocated: idle time doesn't dilute it.
+                wasted_mean / held if held > 0 and wasted_mean is not None else None,
+                float(share.max()) if held > 0 else None,
+                wasted_mean,
+                int(wasted.value.max()),
+                running.mean(start, end),
+                int(running.value.max()),
+                waiting.mean(start, end),
+                int(waiting.value.max()),
+            ),
+            strict=True,
+        )
+    )
+
+
+def num_replicas(run: Run) -> int:
+    """Replicas behind the run's steps: 1 unless there is a `replica` column."""
+    replica = run.steps.get("replica")
+    return 1 if replica is None or not len(replica) else len(np.unique(replica))

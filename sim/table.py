@@ -1,0 +1,151 @@
+"""The terminal table: `vllm bench serve`'s words, plain text, 80 columns, no colour."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+from vsim.sim.metrics import percentile_word
+from vsim.sim.text import number, percent, plain
+
+WIDTH = 66
+_VALUE = 24  # columns for the value, right of the label
+
+LATENCIES = (
+    ("ttft", "TTFT", "Time to First Token"),
+    ("tpot", "TPOT", "Time per Output Token (excl. 1st token)"),
+    ("itl", "ITL", "Inter-token Latency"),
+    ("e2el", "E2EL", "End-to-end Latency"),
+)
+
+
+def render_table(summary: Mapping[str, Any]) -> str:
+    """`summary` (of `summarize`) as text, each line at most 80 columns, ending in a newline."""
+    measured = summary["origin"] == "measured"
+    lines = [_title("Measured Serving Run" if measured else "Simulated Serving Benchmark", "=")]
+    if summary["ended_early"]:
+        lines += _wrapped(f"Ended early: {plain(summary['ended_early'])}")
+    lines += [_row(label, value) for label, value in _headline(summary)]
+    lines += _latency_table(summary)
+    lines += _section("KV Cache and Scheduling", _engine_rows(summary))
+    if summary["rejected_reasons"]:
+        lines.append(_title("Rejected Requests", "-"))
+        for reason, count in summary["rejected_reasons"].items():
+            lines += _wrapped(f"{number(count)} x {plain(reason)}")
+    lines.append("=" * WIDTH)
+    return "\n".join(lines) + "\n"
+
+
+def _headline(s: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rows = [
+        ("Successful requests:", number(s["completed"])),
+        ("Failed requests:", _failed(s)),
+    ]
+    if s["max_concurrency"] is not None:
+        rows.append(("Maximum request concurrency:", number(s["max_concurrency"])))
+    if isinstance(s["request_rate"], int | float):
+        rows.append(("Request rate configured (RPS):", _fixed(s["request_rate"])))
+    rows += [
+        ("Benchmark duration (s):", _fixed(s["duration"])),
+        ("Total input tokens:", number(s["total_input_tokens"])),
+        ("Total generated tokens:", number(s["total_output_tokens"])),
+        ("Request throughput (req/s):", _fixed(s["request_throughput"])),
+    ]
+    if s["goodput_slo_ms"]:
+        limits = ", ".join(f"{name}<={value:g} ms" for name, value in s["goodput_slo_ms"].items())
+        rows += [
+            ("Request goodput (req/s):", _fixed(s["request_goodput"])),
+            (f"  share meeting {limits}:", percent(s["goodput_fraction"])),
+        ]
+    return [
+        *rows,
+        ("Output token throughput (tok/s):", _fixed(s["output_throughput"])),
+        ("Peak output token throughput (tok/s):", _fixed(s["max_output_tokens_per_s"])),
+        ("Peak concurrent requests:", number(s["max_concurrent_requests"])),
+        ("Total token throughput (tok/s):", _fixed(s["total_token_throughput"])),
+    ]
+
+
+def _failed(s: Mapping[str, Any]) -> str:
+    parts = [
+        f"{number(count)} {name}"
+        for name, count in s["status_counts"].items()
+        if count and name != "finished"
+    ]
+    return number(s["failed"]) + (f" ({', '.join(parts)})" if parts else "")
+
+
+def _latency_table(s: Mapping[str, Any]) -> list[str]:
+    """One row a metric, one column a statistic; split into several tables if 80 columns are too few."""
+    statistics = ["mean", "std", "median"]
+    statistics += [f"p{percentile_word(p)}" for p in s["percentiles"] if p != 50]
+    lines = [_title("Latency (ms)", "-")]
+    metrics = [(name, short) for name, short, _ in LATENCIES]
+    metrics.append(("queue_time", "Queue"))
+    if "mean_client_queue_time_ms" in s:
+        metrics.append(("client_queue_time", "Client Q"))
+    cells = {
+        (name, which): _fixed(s.get(f"{which}_{name}_ms"))
+        for name, _ in metrics
+        for which in statistics
+    }
+    width = max(10, *(len(cell) + 1 for cell in cells.values()))
+    per_table = max(1, (80 - 9) // width)
+    for first in range(0, len(statistics), per_table):
+        shown = statistics[first : first + per_table]
+        lines.append(" " * 9 + "".join(f"{which:>{width}}" for which in shown))
+        for name, short in metrics:
+            row = "".join(f"{cells[name, which]:>{width}}" for which in shown)
+            lines.append(f"{short:<9}{row}")
+    return lines
+
+
+def _engine_rows(s: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [
+        (
+            "KV cache blocks (usable):",
+            f"{number(s['num_gpu_blocks'])} x {number(s['block_size'])} tokens",
+        ),
+        ("KV cache usage, mean / peak:", _pair(s, "kv_usage", percent)),
+        ("Internal fragmentation, mean / peak:", _pair(s, "kv_fragmentation", percent)),
+        ("Slots wasted, mean / peak (tokens):", _pair(s, "kv_wasted_slots", _whole)),
+        ("Prefix cache hit rate:", percent(s["prefix_cache_hit_rate"])),
+        ("Running requests, mean / peak:", _pair(s, "running", _tenth)),
+        ("Waiting requests, mean / peak:", _pair(s, "waiting", _tenth)),
+        ("Preemptions:", number(s["preemptions"])),
+        ("Tokens recomputed:", number(s["recomputed_tokens"])),
+        ("Engine steps:", number(s["num_steps"])),
+    ]
+
+
+def _pair(s: Mapping[str, Any], name: str, form: Any) -> str:
+    return f"{form(s[f'{name}_mean'])} / {form(s[f'{name}_peak'])}"
+
+
+def _section(title: str, rows: list[tuple[str, str]]) -> list[str]:
+    return [_title(title, "-"), *(_row(label, value) for label, value in rows)]
+
+
+def _title(text: str, rule: str) -> str:
+    return f" {text} ".center(WIDTH, rule)
+
+
+def _row(label: str, value: str) -> str:
+    return f"{label:<{WIDTH - _VALUE}}{value:>{_VALUE}}"
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent="    ")
+
+
+def _fixed(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.2f}"
+
+
+def _tenth(value: float | None) -> str:
+    return number(value, 1)
+
+
+def _whole(value: float | None) -> str:
+    return number(None if value is None else round(value))

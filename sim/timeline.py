@@ -1,0 +1,125 @@
+"""State over time: step columns as step functions, their time-weighted means, peaks and buckets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vsim.sim.run import Run
+
+Int64Array = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepFunction:
+    """A value that holds from `at_ns[i]` to `at_ns[i + 1]`, the last one to the end, 0 before the first.
+
+    `at_ns`: ascending, shape (k,). `value`: shape (k,).
+    """
+
+    at_ns: Int64Array
+    value: FloatArray
+
+    def integral(self, until_ns: npt.NDArray[np.generic]) -> FloatArray:
+        """Value x ns from the beginning of time to each of `until_ns` (ascending or not)."""
+        if not len(self.at_ns):
+            return np.zeros(len(until_ns))
+        until = np.asarray(until_ns, dtype=float)
+        total = np.concatenate([[0.0], np.cumsum(self.value[:-1] * np.diff(self.at_ns))])
+        segment = np.searchsorted(self.at_ns, until, side="right") - 1
+        known = np.maximum(segment, 0)
+        result = total[known] + self.value[known] * (until - self.at_ns[known])
+        return np.where(segment < 0, 0.0, result)
+
+    def mean(self, start_ns: int, end_ns: int) -> float | None:
+        """Time-weighted mean over [start, end]; None if that is empty."""
+        if end_ns <= start_ns or not len(self.at_ns):
+            return None
+        low, high = self.integral(np.array([start_ns, end_ns]))
+        return float(high - low) / (end_ns - start_ns)
+
+    def buckets(self, edges_ns: Int64Array) -> tuple[FloatArray, FloatArray]:
+        """(time-weighted mean, maximum) between successive edges; each of shape (len(edges) - 1,)."""
+        if not len(self.at_ns):
+            zeros = np.zeros(len(edges_ns) - 1)
+            return zeros, zeros
+        width = np.diff(edges_ns)
+        mean = np.diff(self.integral(edges_ns)) / np.maximum(width, 1)
+        # What was carried in at a bucket's start, and everything that begins inside it.
+        carried_at = np.searchsorted(self.at_ns, edges_ns[:-1], side="right") - 1
+        peak = np.where(carried_at >= 0, self.value[np.maximum(carried_at, 0)], 0.0)
+        inside_from = np.searchsorted(self.at_ns, edges_ns[:-1], side="left")
+        inside_to = np.searchsorted(self.at_ns, edges_ns[1:], side="left")
+        some = inside_to > inside_from
+        if some.any():
+            # reduceat over [from, to) pairs; the odd results (between buckets) are dropped.
+            padded = np.append(self.value, -np.inf)
+            pairs = np.column_stack([inside_from[some], inside_to[some]]).ravel()
+            peak[some] = np.maximum(peak[some], np.maximum.reduceat(padded, pairs)[::2])
+        return mean, peak
+
+
+def step_state(run: Run, value: npt.NDArray[np.generic]) -> StepFunction:
+    """A per-step value (shape (steps,)) over time, summed over replicas where there are several.
+
+    A step's state holds from its start until the next step starts, also through the host's work between
+    two steps. Where nobody is in flight any more when it ends, it falls to 0 there: blocks of ended
+    requests are free (cached prefixes are free blocks too, as in vLLM's `kv_cache_usage_perc`).
+    """
+    steps = run.steps
+    if not len(steps["start_ns"]):
+        return StepFunction(np.empty(0, dtype=np.int64), np.empty(0))
+    replica = steps.get("replica")
+    if replica is None:
+        return _one_replica(run, steps["start_ns"], steps["end_ns"], value)
+    at: list[Int64Array] = []
+    change: list[FloatArray] = []
+    for which in np.unique(replica):
+        mine = replica == which
+        part = _one_replica(run, steps["start_ns"][mine], steps["end_ns"][mine], value[mine])
+        at.append(part.at_ns)
+        change.append(np.diff(part.value, prepend=0.0))
+    times, place = np.unique(np.concatenate(at), return_inverse=True)
+    total = np.cumsum(np.bincount(place, weights=np.concatenate(change)))
+    return StepFunction(times, total)
+
+
+def _one_replica(
+    run: Run, start: Int64Array, end: Int64Array, value: npt.NDArray[np.generic]
+) -> StepFunction:
+    idle_from = end[_idle_after(run, start, end)]
+    at = np.concatenate([start, idle_from])
+    state = np.concatenate([np.asarray(value, dtype=float), np.zeros(len(idle_from))])
+    # Stable: where a step starts at the very instant the last one ended, the new state wins.
+    order = np.lexsort((np.concatenate([np.ones(len(start)), np.zeros(len(idle_from))]), at))
+    return StepFunction(at[order], state[order])
+
+
+def _idle_after(run: Run, start: Int64Array, end: Int64Array) -> npt.NDArray[np.bool_]:
+    """Is nobody in flight from this step's end until the next step starts? Shape (steps,)."""
+    following = np.append(start[1:], np.iinfo(np.int64).max)
+    sent = np.sort(run.requests["sent_ns"][run.requests["sent_ns"] >= 0])
+    ended = np.sort(run.requests["finish_ns"][run.requests["finish_ns"] >= 0])
+    in_flight = np.searchsorted(sent, end, side="right") - np.searchsorted(ended, end, side="right")
+    gap = following > end
+    gap[-1] = True
+    idle: npt.NDArray[np.bool_] = gap & (in_flight <= 0)
+    idle[-1] = True  # whatever is left never runs again
+    return idle
+
+
+def in_flight(run: Run) -> StepFunction:
+    """Requests between the client's send and their end, over time."""
+    sent = run.requests["sent_ns"]
+    went = sent >= 0
+    finish = run.requests["finish_ns"]
+    ended = finish[went & (finish >= 0)]
+    at = np.concatenate([sent[went], ended])
+    change = np.concatenate([np.ones(int(went.sum())), -np.ones(len(ended))])
+    if not len(at):
+        return StepFunction(np.empty(0, dtype=np.int64), np.empty(0))
+    times, place = np.unique(at, return_inverse=True)
+    return StepFunction(times, np.cumsum(np.bincount(place, weights=change)).astype(float))
