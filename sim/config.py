@@ -54,7 +54,7 @@ class SchedulerConfig:
     pipeline_parallel_size: int = 1
     v2_model_runner: bool = True
     kv_groups: tuple[KVGroup, ...] = (KVGroup(),)
-    prefix_cache_retention_interval: int = 0
+    prefix_cache_retention_interval: int | None = 0  # None: sliding windows cached at every boundary
     kv_offload: KVOffload | None = None
     # V0 (0.8.5) only
     num_cpu_blocks: int = 0
@@ -67,5 +67,8 @@ class SchedulerConfig:
         """Depth of V1's batch queue (spec 1.3): 1 means schedule, run, update in turn."""
         stages = self.pipeline_parallel_size
         if self.async_scheduling:
-            return stages + 1 if self.v2_model_runner else 2
+            if self.v2_model_runner:
+                return stages + 1
+            if stages == 1:
+                return 2
         return stages

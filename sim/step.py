@@ -27,6 +27,9 @@ class Step:
     swapped_out: dict[int, int] = field(default_factory=dict)
     # V0 only: requests the scheduler gives up on without output (they can never fit).
     ignored: list[int] = field(default_factory=list)
+    # Why the head of the waiting queue was not admitted in this step (scheduler_v1.BLOCKED_BY); None: the
+    # queue was empty when scheduling ended.
+    blocked_by: str | None = None
 
     @property
     def total_tokens(self) -> int:
