@@ -83,7 +83,7 @@ def step_state(run: Run, value: npt.NDArray[np.generic]) -> StepFunction:
         at.append(part.at_ns)
         change.append(np.diff(part.value, prepend=0.0))
     times, place = np.unique(np.concatenate(at), return_inverse=True)
-    total = np.cumsum(np.bincount(place, weights=np.concatenate(change)))
+    total = np.cumsum(np.bincount(place, weights=np.concatenate(change))).astype(float)
     return StepFunction(times, total)
 
 

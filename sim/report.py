@@ -1,0 +1,111 @@
+"""report.html: one self-contained page of a run, from the same numbers as summary.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from typing import Any
+
+from vsim.sim import report_series, report_tables, report_words
+from vsim.sim.report_svg import Chart, chart_data, esc, render_chart
+from vsim.sim.run import Run
+from vsim.sim.summary import setting
+
+# Nothing may be loaded from anywhere, whatever a trace's strings contain.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+
+
+def render_report(run: Run, summary: Mapping[str, Any]) -> str:
+    """The page as text. The same run gives the same bytes; nothing in it is loaded from elsewhere.
+
+    Its size does not grow with the run: every series is cut down to a few hundred points. Strings from
+    traces and configurations are escaped.
+    """
+    found = report_series.charts(run, summary)
+    sections = [
+        _section("Latency", report_tables.latency_table(summary) + _grid(found, _LATENCY)),
+    ]
+    if over_time := _grid(found, _TIMELINES):
+        sections.append(_section("Load and KV cache over time", over_time))
+    sections.append(_section("Totals", report_tables.engine_table(summary)))
+    if reasons := report_tables.reasons_table(summary):
+        sections.append(_section("Rejected requests", reasons))
+    if tenants := report_tables.tenants_table(run):
+        sections.append(_section("Tenants", tenants))
+    sections += [
+        _section("Trace", report_tables.two_columns(report_tables.trace_facts(run))),
+        _section("Assumptions", _list(run.assumptions)),
+        _section("Configuration", report_tables.settings_table(run.config)),
+        _section("Provenance", report_tables.settings_table(run.provenance)),
+    ]
+    if run.counters:
+        sections.append(_section("Counters", report_tables.settings_table(run.counters)))
+    return _page(run, summary, sections, found)
+
+
+_LATENCY = ("cdf-request", "cdf-token", "ttft-time", "tpot-time", "e2el-time")
+_TIMELINES = (
+    "queue",
+    "kv",
+    "fragmentation",
+    "fragmentation-share",
+    "throughput",
+    "batch",
+    "rate",
+    "trouble",
+)
+
+
+def _page(
+    run: Run, summary: Mapping[str, Any], sections: Sequence[str], found: Sequence[Chart]
+) -> str:
+    title = " on ".join(
+        str(part)
+        for part in (setting(run.config, "model"), setting(run.config, "gpu"))
+        if part is not None
+    )
+    kind = "Measured run" if run.origin == "measured" else "Simulated run"
+    words = " ".join(esc(sentence) for sentence in report_words.paragraph(run, summary))
+    early = (
+        f'<p class=warning role="alert">Ended early: {esc(run.ended_early)}</p>'
+        if run.ended_early
+        else ""
+    )
+    data = {chart.id: chart_data(chart) for chart in found if len(chart.x)}
+    # "<" never occurs in the data block: no string in it can close the script.
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return (
+        "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name=viewport content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>{esc(title or kind)} – vsim</title><style>{_asset('report.css')}</style></head>\n"
+        f"<body><header><p class=kind>{kind} · vsim</p><h1>{esc(title or kind)}</h1>"
+        f"{early}<p class=lead>{words}</p>"
+        f"<div class=tiles>{report_tables.tiles(summary)}</div></header>\n<main>"
+        + "\n".join(sections)
+        + "</main>\n<footer>Latencies are on the client's clock and defined as in "
+        "<code>vllm bench serve</code>: TTFT and E2EL start when the client sends.</footer>"
+        f'<script type="application/json" id=data>{text}</script>'
+        f"<script>{_asset('report.js')}</script></body></html>\n"
+    )
+
+
+def _section(title: str, body: str) -> str:
+    return f"<section><h2>{esc(title)}</h2>{body}</section>"
+
+
+def _grid(found: Sequence[Chart], ids: Sequence[str]) -> str:
+    shown = [render_chart(chart) for chart in found if chart.id in ids]
+    return f"<div class=grid2>{''.join(shown)}</div>" if shown else ""
+
+
+def _list(sentences: Sequence[str]) -> str:
+    if not sentences:
+        return "<p class=empty>None recorded.</p>"
+    return "<ul>" + "".join(f"<li>{esc(sentence)}</li>" for sentence in sentences) + "</ul>"
+
+
+def _asset(name: str) -> str:
+    return resources.files("vsim.sim").joinpath(name).read_text(encoding="utf-8").strip()
