@@ -13,7 +13,7 @@ from vsim.sim.block_keys import BlockKeys, KeyTable
 from vsim.sim.config import SchedulerConfig
 from vsim.sim.content import joined, output_run, trace_prompt
 from vsim.sim.kvcache import Hit, KVCache
-from vsim.sim.preemption import VictimRule, last_admitted, least_urgent
+from vsim.sim.victims import VictimRule, last_admitted, least_urgent
 from vsim.sim.request import FINISHED, PREEMPTED, RUNNING, Request
 from vsim.sim.step import Step, StepOutput
 from vsim.sim.versions import v1_rules
