@@ -1,19 +1,113 @@
-"""Who has to give way when KV blocks run out: a victim rule is a function of the running requests."""
+"""Who gives way when KV blocks run out, and how: rules as functions.
+
+A `PreemptionRule` looks at a victim and says "recompute" (drop its KV, prefill again later) or "swap" (move
+its KV to the CPU and back). A `VictimRule` looks at the candidates and says which one. vLLM 0.8.5's own are
+`auto` and `last_in_queue`; V1 (0.32) knows recompute alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
-from vsim.sim.request import Request
+from vsim.errors import UserError
 
-VictimRule = Callable[[Sequence[Request]], Request]
-
-
-def last_admitted(running: Sequence[Request]) -> Request:
-    """vLLM's rule under fcfs (spec 2.8)."""
-    return running[-1]
+PreemptionMode = Literal["recompute", "swap"]
 
 
-def least_urgent(running: Sequence[Request]) -> Request:
-    """vLLM's rule under priority: largest (priority, arrival); ties give the one admitted first."""
-    return max(running, key=lambda request: (request.priority, request.arrival))
+class Candidate(Protocol):
+    """A running request as far as a victim rule may see it."""
+
+    num_tokens: int  # prompt and output known so far
+    num_computed_tokens: int
+    num_preemptions: int
+    priority: int
+    arrival: float
+    table: list[int]  # blocks held
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """The request that gives way.
+
+    `is_prefill`: its prompt (or its recomputation) is not through yet. `can_swap_out`: does the CPU have
+    room for its blocks; `swap` does not ask, because vLLM 0.8.5 does not.
+    """
+
+    num_tokens: int
+    num_computed_tokens: int
+    num_blocks: int
+    num_preemptions: int
+    is_prefill: bool
+    can_swap_out: bool
+
+
+PreemptionRule = Callable[[Victim], PreemptionMode]
+VictimRule = Callable[[Sequence[Candidate]], int]
+
+
+def recompute(victim: Victim) -> PreemptionMode:
+    """`--preemption-mode recompute`."""
+    return "recompute"
+
+
+def swap(victim: Victim) -> PreemptionMode:
+    """`--preemption-mode swap`. Without room on the CPU the engine dies, as 0.8.5 does."""
+    return "swap"
+
+
+def auto(victim: Victim) -> PreemptionMode:
+    """0.8.5 without `--preemption-mode`: recompute, since every request here is a single sequence.
+
+    (core/scheduler.py `_preempt`: swap is for groups of several sequences, which 0.8.5 splits into
+    groups of one before they reach the scheduler.)
+    """
+    return "recompute"
+
+
+def swap_above_tokens(threshold: int) -> PreemptionRule:
+    """Swap victims with more computed tokens than `threshold`, recompute the others; not a rule of vLLM's.
+
+    It keeps out of 0.8.5's traps: a victim in mid-prefill, or one for which the CPU has no room, is
+    recomputed. Raises UserError for a negative threshold.
+    """
+    if threshold < 0:
+        raise UserError(f"swap-above-tokens={threshold} must not be negative")
+
+    def rule(victim: Victim) -> PreemptionMode:
+        long = victim.num_computed_tokens > threshold
+        return "swap" if long and victim.can_swap_out and not victim.is_prefill else "recompute"
+
+    return rule
+
+
+def preemption_rule(
+    mode: Literal["recompute", "swap"] | None, swap_above: int | None = None
+) -> PreemptionRule:
+    """The rule that `--preemption-mode` and `--swap-above-tokens` name; the latter wins where it is given."""
+    if swap_above is not None:
+        return swap_above_tokens(swap_above)
+    if mode is None:
+        return auto
+    return swap if mode == "swap" else recompute
+
+
+def last_in_queue(running: Sequence[Candidate]) -> int:
+    """vLLM's choice: the tail of the running queue."""
+    return len(running) - 1
+
+
+def most_blocks(running: Sequence[Candidate]) -> int:
+    """Frees most at once; the later one where two hold equally many."""
+    return max(range(len(running)), key=lambda k: (len(running[k].table), k))
+
+
+def fewest_computed(running: Sequence[Candidate]) -> int:
+    """Throws least work away; the later one where two have computed equally much."""
+    return min(range(len(running)), key=lambda k: (running[k].num_computed_tokens, -k))
+
+
+def least_preempted(running: Sequence[Candidate]) -> int:
+    """Spreads the harm: whoever was preempted least often, the later one of equals."""
+    return min(range(len(running)), key=lambda k: (running[k].num_preemptions, -k))
