@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,20 @@ class StepShape:
     def num_tokens(self) -> int:
         return self.prefill_tokens + self.num_decodes
 
+    @property
+    def prefill_work(self) -> float:
+        """Query-key pairs of the chunks under a causal mask: sum of new * (context + new / 2)."""
+        return sum(new * (context + new / 2) for new, context in self.prefills)
+
+    def after_decodes(self, steps: int) -> StepShape:
+        """This decode-only step, `steps` steps later: every context has grown by that many tokens."""
+        return StepShape(
+            (),
+            self.num_decodes,
+            self.decode_context_sum + steps * self.num_decodes,
+            self.decode_context_max + steps,
+        )
+
 
 class StepModel(Protocol):
     """How long a step takes on one replica.
@@ -48,3 +67,27 @@ class StepModel(Protocol):
     def host_seconds(self, shape: StepShape) -> float:
         """Seconds of CPU before the device can start: scheduling, input preparation, launch."""
         ...
+
+
+@runtime_checkable
+class RunStepModel(StepModel, Protocol):
+    """A step model that can answer a run of decode-only steps in one call.
+
+    The host's part depends on the sequences alone, so over such a run it stays `host_seconds(shape)`.
+    """
+
+    def decode_run_seconds(self, shape: StepShape, steps: int) -> FloatArray:
+        """Device seconds of `steps` successive decode-only steps that begin with `shape`; shape (steps,).
+
+        Element i equals `device_seconds(shape.after_decodes(i))` in every bit.
+        """
+        ...
+
+
+def decode_run_seconds(model: StepModel, shape: StepShape, steps: int) -> FloatArray:
+    """`model.decode_run_seconds` where it has one, else the same answer step by step; shape (steps,)."""
+    if isinstance(model, RunStepModel):
+        return model.decode_run_seconds(shape, steps)
+    return np.array(
+        [model.device_seconds(shape.after_decodes(i)) for i in range(steps)], dtype=np.float64
+    )

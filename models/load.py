@@ -1,0 +1,212 @@
+"""Which step model a deployment gets: a profile, a bundled one that fits, or the roofline that says so."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vsim.errors import UserError
+from vsim.models.artifact import Calibration, read_calibration
+from vsim.models.domain import WORDS, Domain
+from vsim.models.hardware import Gpu
+from vsim.models.model_spec import ModelSpec, load_model
+from vsim.models.roofline import LABEL, roofline_params
+from vsim.models.step import FloatArray, StepModel, StepShape, decode_run_seconds
+from vsim.models.table_params import StepContext
+
+HERE = Path(__file__).parent
+# What a step's kernels depend on.
+_SHAPE = (
+    "hidden_size",
+    "num_attention_heads",
+    "num_kv_heads",
+    "head_size",
+    "intermediate_size",
+    "vocab_size",
+    "layers",
+    "mla",
+    "moe",
+    "quantization",
+)
+NOT_PROFILES = {"gpus.json", "model_configs.json"}
+
+
+@dataclass(slots=True)
+class LoadedStepModel:
+    """A step model with its origin, counting the steps that lie outside what was measured.
+
+    `outside`: feature -> steps in which it was exceeded; `steps_outside`: steps with any.
+    """
+
+    model: StepModel
+    calibration: Calibration
+    name: str
+    steps: int = 0
+    steps_outside: int = 0
+    outside: dict[str, int] = field(default_factory=dict)
+    _domain: Domain = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._domain = self.calibration.domain
+
+    def device_seconds(self, shape: StepShape) -> float:
+        self.steps += 1
+        beyond = self._domain.outside(shape)
+        if beyond:
+            self._note(beyond, 1)
+        return self.model.device_seconds(shape)
+
+    def host_seconds(self, shape: StepShape) -> float:
+        return self.model.host_seconds(shape)
+
+    def decode_run_seconds(self, shape: StepShape, steps: int) -> FloatArray:
+        """See `RunStepModel`."""
+        self.steps += steps
+        inside = self._domain.decode_steps_inside(shape)
+        if inside is not None and inside < steps:
+            self._note(self._domain.outside(shape.after_decodes(steps - 1)), steps - inside)
+        return decode_run_seconds(self.model, shape, steps)
+
+    @property
+    def label(self) -> str:
+        return self.calibration.label
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """JSON-ready: what a run stores about its step model."""
+        kept = {k: v for k, v in self.calibration.provenance.items() if k != "assumptions"}
+        return {
+            "name": self.name,
+            "kind": self.calibration.kind,
+            "label": self.label,
+            "steps_outside_domain": self.steps_outside,
+            "outside_domain": dict(sorted(self.outside.items())),
+            **kept,
+        }
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """Sentences for the user: the artifact's own, and what this run asked beyond the samples."""
+        said = list(self.calibration.assumptions)
+        if self.calibration.kind == "roofline":
+            said.insert(0, f"step time is a {LABEL}: expect tens of percent of error")
+        if self.steps_outside:
+            domain = self._domain.to_json()
+            parts = ", ".join(
+                f"{WORDS[name]} above {domain[name]} in {count}"
+                for name, count in sorted(self.outside.items())
+            )
+            said.append(
+                f"{self.steps_outside} of {self.steps} steps lie outside what the profile measured "
+                f"and are extrapolated ({parts})"
+            )
+        return tuple(said)
+
+    def _note(self, beyond: tuple[str, ...], steps: int) -> None:
+        self.steps_outside += steps
+        for name in beyond:
+            self.outside[name] = self.outside.get(name, 0) + steps
+
+
+def bundled_profiles() -> Iterator[tuple[str, Path]]:
+    """(name, path) of each profile that ships with vsim, by name."""
+    for path in sorted(HERE.glob("*.json")):
+        if path.name not in NOT_PROFILES:
+            yield path.stem, path
+
+
+def read_profile(name_or_path: str | Path) -> tuple[str, Calibration]:
+    """A bundled profile by name, or any artifact by path: (name, calibration)."""
+    path = Path(name_or_path)
+    if not path.exists():
+        bundled = dict(bundled_profiles())
+        if str(name_or_path) in bundled:
+            return path.name, read_calibration(bundled[str(name_or_path)])
+        raise UserError(
+            f"profile {str(name_or_path)!r} is neither a file nor a bundled profile "
+            f"({', '.join(bundled) or 'none'})"
+        )
+    return path.stem, read_calibration(path)
+
+
+def load_step_model(
+    profile: str | Path | None = None,
+    *,
+    gpu: Gpu | None = None,
+    model: ModelSpec | None = None,
+    tensor_parallel_size: int = 1,
+    weight_bytes_per_param: float = 2.0,
+    kv_bytes_per_element: float = 2.0,
+    context: StepContext | None = None,
+) -> LoadedStepModel:
+    """The step model for a deployment.
+
+    `profile`: a path or bundled name; without one the bundled profile of this `gpu` (a `Gpu`), `model`
+    (a `ModelSpec`) and `tensor_parallel_size`, and without that the roofline. A given profile of another
+    GPU, model or tensor-parallel size is refused (UserError).
+    """
+    context = context or StepContext()
+    if profile is not None:
+        name, calibration = read_profile(profile)
+        wrong = _mismatch(calibration, gpu, model, tensor_parallel_size)
+        if wrong:
+            raise UserError(f"profile {name} does not fit this deployment: {wrong}")
+        return LoadedStepModel(calibration.step_model(context), calibration, name)
+    if gpu is None or model is None:
+        raise UserError("a step model needs --profile, or --gpu and --model")
+    if weight_bytes_per_param == 2.0 and kv_bytes_per_element == 2.0:
+        for name, path in bundled_profiles():
+            calibration = read_calibration(path)
+            if not _mismatch(calibration, gpu, model, tensor_parallel_size):
+                return LoadedStepModel(calibration.step_model(context), calibration, name)
+    calibration = Calibration(
+        kind="roofline",
+        params=roofline_params(
+            gpu,
+            model,
+            tensor_parallel_size=tensor_parallel_size,
+            weight_bytes_per_param=weight_bytes_per_param,
+            kv_bytes_per_element=kv_bytes_per_element,
+        ),
+        domain=Domain(),
+        provenance={"label": LABEL, "gpu": gpu.name, "tensor_parallel_size": tensor_parallel_size},
+    )
+    return LoadedStepModel(calibration.step_model(context), calibration, LABEL)
+
+
+def _mismatch(
+    calibration: Calibration, gpu: Gpu | None, model: ModelSpec | None, tensor_parallel_size: int
+) -> str | None:
+    """Why the profile is not one of this deployment; None: it is, or does not say."""
+    says = calibration.provenance
+    if gpu is not None and (says.get("gpu") or says.get("gpu_name")):
+        known = {_plain(name) for name in (gpu.name, gpu.device_name, *gpu.aliases)}
+        if not known & {_plain(str(says.get("gpu", ""))), _plain(str(says.get("gpu_name", "")))}:
+            return (
+                f"it was measured on {says.get('gpu') or says.get('gpu_name')}, not on {gpu.name}"
+            )
+    if model is not None and says.get("model") and not _same_model(str(says["model"]), model):
+        return f"it was measured with {says['model']}, not with {model.name}"
+    tp = says.get("tensor_parallel_size")
+    if tp is not None and int(tp) != tensor_parallel_size:
+        return f"it was measured with tensor_parallel_size={tp}, not {tensor_parallel_size}"
+    return None
+
+
+def _same_model(name: str, model: ModelSpec) -> bool:
+    """By name, or by shape where the catalogue knows `name`: fine-tunes and local folders run alike."""
+    if _plain(name) == _plain(model.name):
+        return True
+    try:
+        other = load_model(name)
+    except UserError:
+        return False
+    return all(getattr(other, field) == getattr(model, field) for field in _SHAPE)
+
+
+def _plain(name: str) -> str:
+    """Letters and digits of a name, lower case, without an organisation's prefix."""
+    return re.sub(r"[^a-z0-9]", "", name.lower().rsplit("/", 1)[-1])

@@ -1,0 +1,128 @@
+"""JSON parameters of a tables model <-> the model: `kind` "tables" of a calibration artifact."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vsim.models.attention import AttentionGrid, Point, SkewAlpha
+from vsim.models.curve import Curve
+from vsim.models.tables import AllReduce, ExpertTable, TablesStepModel, capture_sizes
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What of the deployment a step model must know beyond the step's shape."""
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    enforce_eager: bool = False
+    expert_parallel_size: int = (
+        1  # ranks that share the experts (TP x DP under --enable-expert-parallel)
+    )
+    largest_graph: int = 512
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        if self.enforce_eager:
+            return ()
+        return capture_sizes(self.max_num_seqs, self.max_num_batched_tokens, self.largest_graph)
+
+
+def attention_to_json(points: Mapping[Point, float]) -> dict[str, Any]:
+    """Grid points -> {"kv_axes": [[kv, ...], ...], "rows": [[chunk, context, n, axis number, [us, ...]], ...]}."""
+    grouped: dict[tuple[int, int, int], list[tuple[int, float]]] = {}
+    for (chunk, context, n, kv), us in sorted(points.items()):
+        grouped.setdefault((chunk, context, n), []).append((kv, us))
+    axes: list[list[int]] = []
+    rows = []
+    for (chunk, context, n), cells in grouped.items():
+        axis = [kv for kv, _ in cells]
+        if axis not in axes:
+            axes.append(axis)
+        rows.append([chunk, context, n, axes.index(axis), [round(us, 3) for _, us in cells]])
+    return {"kv_axes": axes, "rows": rows}
+
+
+def attention_points(data: Mapping[str, Any]) -> dict[Point, float]:
+    """The inverse of `attention_to_json`."""
+    axes = data["kv_axes"]
+    return {
+        (chunk, context, n, kv): float(us)
+        for chunk, context, n, axis, times in data["rows"]
+        for kv, us in zip(axes[axis], times, strict=True)
+    }
+
+
+def build_tables(params: Mapping[str, Any], context: StepContext) -> TablesStepModel:
+    """The step model of `params`. Raises KeyError, TypeError or ValueError where they are not such parameters."""
+    skew = params.get("skew")
+    reduce = params.get("all_reduce")
+    host = params.get("host") or {}
+    return TablesStepModel(
+        num_layers=int(params["num_layers"]),
+        per_step=_curve(params["per_step"], "tokens"),
+        per_layer=_curve(params["per_layer"], "tokens"),
+        head=_curve(params["head"], "sequences"),
+        attention=AttentionGrid(
+            attention_points(params["attention"]), _skew(skew) if skew else None
+        ),
+        experts=_experts(params["experts"], context) if params.get("experts") else None,
+        all_reduce=AllReduce(
+            ranks=int(reduce["ranks"]),
+            latency_s=float(reduce["latency_s"]),
+            bytes_per_s=float(reduce["bytes_per_s"]),
+            bytes_per_token=int(reduce["bytes_per_token"]),
+        )
+        if reduce
+        else None,
+        graph_sizes=context.graph_sizes,
+        host_base_s=float(host.get("base_s", 0.0)),
+        host_per_seq_s=float(host.get("per_seq_s", 0.0)),
+    )
+
+
+def curve_to_json(axis: str, points: Mapping[int, float]) -> dict[str, Sequence[float]]:
+    """{x: us} -> {axis: [...], "us": [...]}, ascending."""
+    xs = sorted(points)
+    return {axis: xs, "us": [round(points[x], 3) for x in xs]}
+
+
+def skew_to_json(skew: SkewAlpha) -> dict[str, Any]:
+    return {
+        "default": skew.default,
+        "chunks": list(skew.chunks),
+        "n_bins": list(skew.n_bins),
+        "spread_bins": list(skew.spread_bins),
+        "longest_bins": list(skew.longest_bins),
+        "prefill_bins": list(skew.prefill_bins),
+        "alpha": [[*key, alpha] for key, alpha in sorted(skew.alpha.items())],
+    }
+
+
+def _skew(data: Mapping[str, Any]) -> SkewAlpha:
+    return SkewAlpha(
+        alpha={
+            (int(c), int(n), int(s), int(b), int(p)): float(a) for c, n, s, b, p, a in data["alpha"]
+        },
+        default=float(data["default"]),
+        chunks=tuple(data["chunks"]),
+        n_bins=tuple(data["n_bins"]),
+        spread_bins=tuple(data["spread_bins"]),
+        longest_bins=tuple(data["longest_bins"]),
+        prefill_bins=tuple(data["prefill_bins"]),
+    )
+
+
+def _experts(data: Mapping[str, Any], context: StepContext) -> ExpertTable:
+    ranks = context.expert_parallel_size
+    return ExpertTable(
+        rows=tuple((int(tokens), Curve(experts, us)) for tokens, experts, us in data["rows"]),
+        num_experts=max(1, int(data["num_experts"]) // ranks),
+        top_k=float(data["top_k"]) / ranks,
+    )
+
+
+def _curve(data: Mapping[str, Any], axis: str) -> Curve:
+    return Curve(data[axis], data["us"])

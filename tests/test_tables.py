@@ -1,0 +1,246 @@
+"""Step time from layerwise kernel tables."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vsim.calibrate.from_tables import from_tables
+from vsim.errors import UserError
+from vsim.models.attention import AttentionGrid, SkewAlpha
+from vsim.models.curve import Curve
+from vsim.models.load import load_step_model
+from vsim.models.step import StepShape, decode_run_seconds
+from vsim.models.table_params import StepContext
+from vsim.models.tables import AllReduce, ExpertTable, capture_sizes
+
+CASES = Path(__file__).parent / "data" / "cases"
+RTX4090 = load_step_model("rtx4090-llama-3.1-8b").model
+RTXPRO = load_step_model("rtxpro6000-llama-3.1-8b").model
+
+
+def decodes(n: int, context: int) -> StepShape:
+    return StepShape((), n, n * context, context)
+
+
+# --- curves ---------------------------------------------------------------------------------------------
+
+
+def test_a_curve_is_straight_between_its_points_and_flat_below() -> None:
+    curve = Curve([10, 20, 40], [1.0, 2.0, 8.0])
+    assert [curve(x) for x in (0, 10, 15, 20, 30, 40)] == [1.0, 1.0, 1.5, 2.0, 5.0, 8.0]
+
+
+def test_above_its_points_a_curve_keeps_the_slope_of_its_upper_half() -> None:
+    assert Curve([1, 2, 4, 8], [1.0, 2.0, 4.0, 8.0])(16) == 16.0
+    noisy_end = Curve([1, 1000, 1999, 2000], [0.0, 1000.0, 2100.0, 2000.0])
+    assert noisy_end(3000) == 3000.0
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=30))
+def test_many_values_equal_single_ones_in_every_bit(xs: list[float]) -> None:
+    curve = Curve([1, 3, 10, 100, 5000], [0.3, 0.7, 0.71, 9.3, 77.7])
+    assert curve.many(np.array(xs)).tolist() == [curve(x) for x in xs]
+
+
+# --- attention ------------------------------------------------------------------------------------------
+
+
+def grid() -> AttentionGrid:
+    """us = 10 + query-key pairs / 1000 + 2 us per decode and 1000 tokens."""
+    points = {}
+    for chunk in (0, 16, 1024, 2048):
+        for context in (0, 1024, 4096) if chunk else (0,):
+            pairs = chunk * (context + chunk / 2)
+            for n in (0, 1, 64) if chunk else (1, 64):
+                for kv in (16, 1024, 4096) if n else (0,):
+                    points[chunk, context, n, kv] = 10 + pairs / 1000 + 2 * n * kv / 1000
+    return AttentionGrid(points)
+
+
+@given(
+    st.lists(st.tuples(st.integers(16, 500), st.integers(0, 4096)), min_size=1, max_size=4),
+    st.integers(0, 64),
+    st.integers(16, 4096),
+)
+def test_several_chunks_cost_their_query_key_pairs(
+    chunks: list[tuple[int, int]], n: int, context: int
+) -> None:
+    shape = StepShape(tuple(chunks), n, n * context, context if n else 0)
+    expected = 10 + shape.prefill_work / 1000 + 2 * n * context / 1000
+    assert grid().us(shape) == pytest.approx(expected, rel=0.02, abs=1)
+
+
+def test_unequal_decodes_go_part_of_the_way_to_the_longest() -> None:
+    alpha = SkewAlpha({(0, 0, 0, 0, 0): 0.25}, 0.0, (0,), (), (), (), ())
+    plain, skewed = grid(), AttentionGrid(grid().points, alpha)
+    shape = StepShape((), 4, 4 * 100, 1000)
+    at_mean = plain.us(decodes(4, 100))
+    at_longest = plain.us(decodes(4, 1000))
+    assert skewed.us(shape) == pytest.approx(at_mean + 0.25 * (at_longest - at_mean))
+    assert skewed.us(decodes(4, 100)) == at_mean
+
+
+# --- the whole step -------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 256), st.integers(0, 20000), st.integers(0, 9000), st.integers(1, 60))
+def test_a_run_of_decodes_equals_its_steps_in_every_bit(
+    n: int, mean: int, spread: int, steps: int
+) -> None:
+    shape = StepShape((), n, n * mean, mean + spread)
+    for model in (RTX4090, RTXPRO):
+        run = decode_run_seconds(model, shape, steps)
+        assert run.tolist() == [model.device_seconds(shape.after_decodes(i)) for i in range(steps)]
+
+
+def test_a_measured_point_is_answered_as_measured() -> None:
+    """64 decodes of 1024 tokens on an RTX 4090: rows of dense.csv, attention.csv, per_sequence.csv."""
+    model = RTX4090
+    tables = CASES / "rtx4090-llama-3.1-8b" / "profile" / "tp1"
+    dense = {
+        r["layer"]: float(r["time_us"])
+        for r in csv.DictReader((tables / "dense.csv").open())
+        if r["tokens"] == "64"
+    }
+    layer = sum(dense.values()) + dense["layernorm"] - dense["embedding"] - dense["final_layernorm"]
+    layer += 333.295  # attention.csv: 0,0,64,1024
+    head = 1211.84 + 46.8363  # per_sequence.csv: lm_head and sampler at 64
+    total = 32 * layer + head + dense["embedding"] + dense["final_layernorm"]
+    assert model.device_seconds(decodes(64, 1024)) == pytest.approx(total * 1e-6, rel=1e-6)
+
+
+@given(
+    st.lists(st.tuples(st.integers(2, 700), st.integers(0, 9000)), max_size=3),
+    st.integers(0, 128),
+    st.integers(0, 9000),
+)
+def test_every_step_takes_a_finite_positive_time(
+    chunks: list[tuple[int, int]], n: int, context: int
+) -> None:
+    shape = StepShape(tuple(chunks), n, n * context, context if n else 0)
+    for model in (RTX4090, RTXPRO):
+        seconds = model.device_seconds(shape)
+        assert (0.005 < seconds < 5) if shape.num_seqs else seconds == 0.0
+
+
+def test_tokens_are_padded_to_the_next_captured_graph() -> None:
+    model = load_step_model("rtx4090-llama-3.1-8b", context=StepContext(256, 2048)).model
+    assert [model.padded(t) for t in (1, 3, 9, 250, 257, 512, 513)] == [
+        1,
+        4,
+        16,
+        256,
+        272,
+        512,
+        513,
+    ]  # type: ignore[attr-defined]
+    eager = load_step_model(
+        "rtx4090-llama-3.1-8b", context=StepContext(256, 2048, enforce_eager=True)
+    ).model
+    assert eager.padded(9) == 9  # type: ignore[attr-defined]
+
+
+def test_capture_sizes_are_those_the_real_run_printed() -> None:
+    """cases/rtx4090-llama-3.1-8b/meta.raw.json: cudagraph_capture_sizes of vLLM 0.19.0."""
+    raw = json.loads((CASES / "rtx4090-llama-3.1-8b" / "meta.raw.json").read_text())
+    printed = raw["resolved_config"]["compilation_config"]["cudagraph_capture_sizes"]
+    assert list(capture_sizes(256, 2048)) == printed
+    assert capture_sizes(128, 2048)[-1] == 256
+
+
+def test_an_all_reduce_of_two_ranks_is_two_hops_of_half_the_bytes() -> None:
+    reduce = AllReduce(ranks=2, latency_s=20e-6, bytes_per_s=16e9, bytes_per_token=8192)
+    assert reduce.us(1000) == pytest.approx(2 * (20 + 8192 * 1000 / 2 / 16e9 * 1e6))
+
+
+def test_experts_wake_with_the_tokens() -> None:
+    table = ExpertTable(
+        ((1, Curve([8, 128], [10, 100])), (256, Curve([8, 128], [10, 100]))), 128, 8
+    )
+    assert table.activated(1) == 8
+    assert 100 < table.activated(32) < 128
+    assert table.us(1) == 10
+    assert table.us(256) == pytest.approx(100, rel=0.01)
+
+
+# --- reading the tables ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    target = tmp_path / "profile"
+    shutil.copytree(CASES / "rtx4090-llama-3.1-8b" / "profile", target)
+    return target
+
+
+def test_reading_the_tables_again_gives_the_bundled_profile(profile: Path) -> None:
+    calibration = from_tables(profile, num_layers=32, hidden_size=4096)
+    shape = StepShape(((100, 5), (700, 0)), 30, 30000, 2000)
+    assert calibration.step_model(StepContext()).device_seconds(shape) == RTX4090.device_seconds(
+        shape
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("tp1/attention.csv", None, "missing"),
+        ("tp1/attention.csv", "a,b\n1,2\n", "no column"),
+        (
+            "tp1/attention.csv",
+            "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us\n",
+            "needs rows",
+        ),
+        ("tp1/dense.csv", "layer,tokens,time_us\nqkv,x,1\n", "dense.csv:2: 'x' is not a number"),
+        ("tp1/dense.csv", "layer,tokens,time_us\n", "no rows"),
+        ("tp1/per_sequence.csv", "layer,sequences,time_us\nlm_head,1,nan\n", "out of range"),
+        ("meta.yaml", None, "no meta.yaml"),
+        ("meta.yaml", "- 1\n", "no mapping"),
+        ("meta.yaml", ": :\n :", "not YAML"),
+    ],
+)
+def test_broken_tables_are_one_clear_sentence(
+    profile: Path, name: str, content: str | None, says: str
+) -> None:
+    if content is None:
+        (profile / name).unlink()
+    else:
+        (profile / name).write_text(content)
+    with pytest.raises(UserError, match=says):
+        from_tables(profile, num_layers=32, hidden_size=4096)
+
+
+def test_tables_of_another_size_are_not_taken_for_this_one(profile: Path) -> None:
+    with pytest.raises(UserError, match="tensor_parallel_size=2"):
+        from_tables(profile, num_layers=32, hidden_size=4096, tensor_parallel_size=2)
+
+
+def test_two_ranks_add_an_all_reduce_that_is_called_assumed() -> None:
+    folder = CASES / "rtxpro6000-llama-3.1-8b" / "profile"
+    calibration = from_tables(folder, num_layers=32, hidden_size=4096, tensor_parallel_size=2)
+    assert any("all-reduce is not measured" in sentence for sentence in calibration.assumptions)
+    two = calibration.step_model(StepContext(128, 2048)).device_seconds(decodes(64, 1000))
+    assert two < RTXPRO.device_seconds(decodes(64, 1000))
+
+
+def test_experts_come_from_their_own_table(profile: Path) -> None:
+    rows = ["tokens,activated_experts,time_us"]
+    rows += [f"{t},{e},{10 * e + t}" for t in (1, 64, 2048) for e in (2, 8, 64)]
+    (profile / "tp1" / "moe.csv").write_text("\n".join(rows) + "\n")
+    with pytest.raises(UserError, match="number of experts"):
+        from_tables(profile, num_layers=32, hidden_size=4096)
+    calibration = from_tables(
+        profile, num_layers=32, hidden_size=4096, num_experts=64, experts_per_token=2
+    )
+    few, many = (
+        calibration.step_model(StepContext()).device_seconds(decodes(n, 16)) for n in (1, 64)
+    )
+    assert many - few > 32 * 10e-6 * (0.8 * 64 - 2)
