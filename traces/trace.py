@@ -30,6 +30,8 @@ class TraceRequest:
     tenant: int = 0  # index into Trace.tenant_names
     prefix_ids: tuple[int, ...] = ()
     prefix_block_tokens: int = 0
+    session: int = -1  # index into Trace.session_names; -1: belongs to none
+    aborted: bool = False  # load until output_tokens are out, then freed: not a completion
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,15 @@ class Trace:
     prefix_offsets: Int64Array | None = None
     prefix_ids: Int64Array | None = None
     prefix_block_tokens: int = 0
+    session: Int32Array | None = (
+        None  # which conversation or task; index into session_names, -1: none
+    )
+    session_names: tuple[str, ...] = ()
+    # Ended before its natural end (client gone, time-out): occupies the engine for output_tokens, then
+    # frees it; counts as load, never as a completion or in a latency percentile.
+    aborted: npt.NDArray[np.bool_] | None = None
+    # What the file's own clock read at the first arrival, ns; since 1970 where the file has dates.
+    origin_ns: int = 0
     assumptions: tuple[str, ...] = ()
     # Counts of rows that the file had but the trace has not, by reason ("failed_in_trace": 12).
     dropped: dict[str, int] = field(default_factory=dict)
@@ -98,6 +109,8 @@ class Trace:
             tenant=0 if self.tenant is None else int(self.tenant[index]),
             prefix_ids=ids,
             prefix_block_tokens=self.prefix_block_tokens,
+            session=-1 if self.session is None else int(self.session[index]),
+            aborted=self.aborted is not None and bool(self.aborted[index]),
         )
 
     def __iter__(self) -> Iterator[TraceRequest]:

@@ -1,0 +1,393 @@
+"""CSV into columns: whole blocks of digits at a time, and row by row, with a complaint, where that fails."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+
+import numpy as np
+
+from vsim.traces.clock import (
+    UNIT_NS,
+    TimeError,
+    datetime_to_ns,
+    looks_like_datetime,
+    number_to_ns,
+    parse_number,
+)
+from vsim.traces.digits import Bools, Bytes, datetimes, decimals, integers
+from vsim.traces.draft import MAX_TOKENS, Draft, choose_unit
+from vsim.traces.files import TraceFile
+from vsim.traces.options import Report, RowError
+from vsim.traces.trace import Int64Array
+
+NUMBERS: tuple[str, ...] = ("input_tokens", "output_tokens", "max_tokens", "priority")
+TEXTS: tuple[str, ...] = ("tenant", "session", "status")
+
+
+@dataclass(frozen=True, slots=True)
+class CsvSpec:
+    """Which column of a CSV says what. Keys of `columns` are our fields, values the file's headers.
+
+    `unit` is the unit of numeric timestamps if the format documents one. `row_filter` sees a row's texts by
+    header for the columns in `filter_columns` and returns a reason to drop it, or None.
+    """
+
+    whose: str
+    columns: Mapping[str, str]
+    unit: str | None = None
+    zero_means: str = "failed requests"
+    filter_columns: tuple[str, ...] = ()
+    row_filter: Callable[[dict[str, str]], str | None] | None = None
+
+
+@dataclass(slots=True)
+class _Fields:
+    """Where each field of a block's well-formed rows begins and ends."""
+
+    data: Bytes
+    starts: Int64Array  # (rows, columns)
+    ends: Int64Array
+    lines: Int64Array  # line numbers
+
+    def text(self, row: int, column: int) -> str:
+        raw = self.data[self.starts[row, column] : self.ends[row, column]].tobytes()
+        try:
+            return raw.decode("utf-8").strip()
+        except UnicodeDecodeError as error:
+            raise RowError(
+                f"is not UTF-8 (byte 0x{raw[error.start]:02x}); convert the file, "
+                "for example iconv -f LATIN1 -t UTF-8"
+            ) from None
+
+
+@dataclass(slots=True)
+class _Columns:
+    """Growing columns of the whole file."""
+
+    times: list[Int64Array] = field(default_factory=list)
+    numbers: dict[str, list[Int64Array]] = field(default_factory=dict)
+    texts: dict[str, list[str]] = field(default_factory=dict)
+    lines: list[Int64Array] = field(default_factory=list)
+
+
+def header_of(head: bytes) -> list[str]:
+    """Column names in a CSV's first line."""
+    line = head.split(b"\n", 1)[0].decode("utf-8", "replace").strip("\r\n")
+    try:
+        return [name.strip() for name in next(csv.reader([line]), [])]
+    except csv.Error:
+        return []
+
+
+def read_csv(file: TraceFile, spec: CsvSpec, report: Report) -> Draft:
+    """Read a CSV with a header line into a Draft, in bounded memory beside the columns themselves.
+
+    Raises UserError with file and line for a row that can't be used (or skips it, as the options say).
+    """
+    header = header_of(file.head)
+    position: dict[str, int] = {}
+    for ours, theirs in spec.columns.items():
+        if theirs not in header:
+            report.fail(f"has no column {theirs!r}; its columns are {', '.join(header)[:300]}", 1)
+        position[ours] = header.index(theirs)
+    reader = _Reader(spec, position, header, report)
+    line = 1
+    for block in file.blocks():
+        line = reader.take(block, line)
+        if reader.full():
+            break
+    return reader.draft()
+
+
+class _Reader:
+    """State while blocks of one CSV go by."""
+
+    def __init__(
+        self, spec: CsvSpec, position: dict[str, int], header: list[str], report: Report
+    ) -> None:
+        self.spec = spec
+        self.position = position
+        self.header = header
+        self.report = report
+        self.columns = _Columns()
+        self.rows = 0
+        self.is_datetime: bool | None = None
+        self.unit: str | None = None
+        self.number_fields = [name for name in NUMBERS if name in position]
+        self.text_fields = [name for name in TEXTS if name in position]
+
+    def full(self) -> bool:
+        """Enough rows for the limit? Zero-output rows may still be dropped, so only a generous count will do."""
+        limit = self.report.options.limit
+        if limit is None or self.report.options.zero_output == "error":
+            return False
+        kept = sum(
+            int(np.count_nonzero(part)) for part in self.columns.numbers.get("output_tokens", [])
+        )
+        return kept > limit
+
+    def take(self, block: bytes, line: int) -> int:
+        """Read one block whose first line has number `line`; returns the next block's first line number."""
+        skip = 1 if line == 1 else 0
+        fields, bad, next_line = _split(block, len(self.header), line, skip, self.report)
+        for number, message, is_last in bad:
+            if is_last:
+                self.report.oddity(
+                    f"The file's last line ({number}) is cut off: {message}; it is left out.",
+                    number,
+                )
+                self.report.dropped["truncated_tail"] += 1
+            else:
+                self.report.bad_row(number, message)
+        if fields is not None and len(fields.lines):
+            self._parse(fields)
+        return next_line
+
+    def _parse(self, fields: _Fields) -> None:
+        good = np.ones(len(fields.lines), dtype=bool)
+        if self.spec.row_filter is not None:
+            self._filter(fields, good)
+        times = self._times(fields, good)
+        numbers = {name: self._whole(fields, name, good) for name in self.number_fields}
+        texts = {name: self._texts(fields, name, good) for name in self.text_fields}
+        if not good.all():
+            times = times[good]
+            numbers = {name: column[good] for name, column in numbers.items()}
+            chosen = np.flatnonzero(good).tolist()
+            texts = {name: [column[row] for row in chosen] for name, column in texts.items()}
+        self.columns.times.append(times)
+        self.columns.lines.append(fields.lines[good])
+        for name, column in numbers.items():
+            self.columns.numbers.setdefault(name, []).append(column)
+        for name, text in texts.items():
+            self.columns.texts.setdefault(name, []).extend(text)
+        self.rows += len(times)
+
+    def _filter(self, fields: _Fields, good: Bools) -> None:
+        assert self.spec.row_filter is not None
+        wanted = [
+            (name, self.header.index(name))
+            for name in self.spec.filter_columns
+            if name in self.header
+        ]
+        for row in range(len(fields.lines)):
+            try:
+                reason = self.spec.row_filter(
+                    {name: fields.text(row, column) for name, column in wanted}
+                )
+            except RowError as error:
+                self.report.bad_row(int(fields.lines[row]), str(error))
+                good[row] = False
+                continue
+            if reason is not None:
+                self.report.dropped[reason] += 1
+                good[row] = False
+
+    def _times(self, fields: _Fields, good: Bools) -> Int64Array:
+        if "timestamp" not in self.position:
+            return np.zeros(len(fields.lines), dtype=np.int64)
+        column = self.position["timestamp"]
+        if self.is_datetime is None:
+            self._decide_clock(fields, column)
+        starts, ends = fields.starts[:, column], fields.ends[:, column]
+        if self.is_datetime:
+            times, ok = datetimes(fields.data, starts, ends)
+        else:
+            assert self.unit is not None
+            times, ok = decimals(fields.data, starts, ends, UNIT_NS[self.unit])
+        for row in np.flatnonzero(~ok & good).tolist():
+            number = int(fields.lines[row])
+            try:
+                text = fields.text(row, column)
+                if self.is_datetime:
+                    times[row] = datetime_to_ns(text)
+                else:
+                    times[row] = number_to_ns(parse_number(text), self.unit or "s")
+            except (TimeError, RowError) as error:
+                good[row] = False
+                self.report.bad_row(number, f"{self.header[column]}: {error}")
+        return times
+
+    def _decide_clock(self, fields: _Fields, column: int) -> None:
+        """Dates or numbers, and of what unit: settled once, on the first block."""
+        try:
+            self.is_datetime = looks_like_datetime(fields.text(0, column))
+        except RowError:
+            self.is_datetime = False
+        if self.is_datetime:
+            return
+        values = []
+        for row in range(len(fields.lines)):
+            try:
+                values.append(parse_number(fields.text(row, column)))
+            except (TimeError, RowError):
+                continue
+            if len(values) >= 10_000 or self.spec.unit is not None:
+                break
+        values = [value for value in values if value >= 0]
+        low, high = (float(min(values)), float(max(values))) if values else (0.0, 0.0)
+        self.unit = choose_unit(
+            self.report,
+            documented=self.spec.unit,
+            whose=self.spec.whose,
+            integral=all(value == int(value) for value in values),
+            low=low,
+            high=high if self.spec.unit is None else low,
+            rows=len(values),
+        )
+
+    def _whole(self, fields: _Fields, name: str, good: Bools) -> Int64Array:
+        column = self.position[name]
+        values, ok = integers(fields.data, fields.starts[:, column], fields.ends[:, column])
+        signed = name == "priority"
+        if not signed:
+            ok &= values <= MAX_TOKENS
+        for row in np.flatnonzero(~ok & good).tolist():
+            number = int(fields.lines[row])
+            try:
+                value = whole_number(fields.text(row, column), signed=signed)
+            except RowError as error:
+                good[row] = False
+                self.report.bad_row(number, f"{self.header[column]}: {error}")
+                continue
+            values[row] = value
+            if not fields.text(row, column).lstrip("+-").isdigit():
+                self.report.notice(
+                    f"{self.header[column]} is written as a decimal, read as a whole number", number
+                )
+        return values
+
+    def _texts(self, fields: _Fields, name: str, good: Bools) -> list[str]:
+        column = self.position[name]
+        texts = []
+        for row in range(len(fields.lines)):
+            try:
+                texts.append(fields.text(row, column))
+            except RowError as error:
+                texts.append("")
+                if good[row]:
+                    good[row] = False
+                    self.report.bad_row(int(fields.lines[row]), f"{self.header[column]}: {error}")
+        return texts
+
+    def draft(self) -> Draft:
+        """The columns read so far as one Draft."""
+
+        def joined(parts: list[Int64Array]) -> Int64Array:
+            whole = np.concatenate(parts) if parts else np.empty(0, np.int64)
+            parts.clear()
+            return whole
+
+        numbers = {name: joined(self.columns.numbers.get(name, [])) for name in self.number_fields}
+        texts = self.columns.texts
+        lines = joined(self.columns.lines)
+        priority = numbers.get("priority")
+        empty = np.empty(0, np.int64)
+        return Draft(
+            time_ns=joined(self.columns.times),
+            prompt=numbers.get("input_tokens", empty),
+            output=numbers.get("output_tokens", empty),
+            lines=lines,
+            max_tokens=numbers.get("max_tokens"),
+            priority=None if priority is None else priority.astype(np.int32),
+            tenants=texts.get("tenant"),
+            sessions=texts.get("session"),
+            zero_means=self.spec.zero_means,
+            extra={"status": texts["status"]} if "status" in texts else {},
+        )
+
+
+def _split(
+    block: bytes, columns: int, line: int, skip: int, report: Report
+) -> tuple[_Fields | None, list[tuple[int, str, bool]], int]:
+    """Cut a block into fields.
+
+    Returns the well-formed rows, the others as (line, complaint, is it an unfinished last line?), and the
+    number of the line after the block.
+    """
+    unfinished = not block.endswith(b"\n")
+    if b'"' in block:
+        block = _unquote(block, line, report)
+    if unfinished:
+        block += b"\n"
+    data = np.frombuffer(block, dtype=np.uint8)
+    newlines = np.flatnonzero(data == 10)
+    commas = np.flatnonzero(data == 44)
+    starts = np.concatenate(([0], newlines[:-1] + 1))
+    ends = newlines.copy()
+    has_cr = (ends > starts) & (data[np.maximum(ends - 1, 0)] == 13)
+    ends -= has_cr
+    next_line = line + len(newlines)
+    lines = np.arange(line, next_line)
+    if skip:
+        starts, ends, lines = starts[skip:], ends[skip:], lines[skip:]
+    filled = ends > starts
+    first_comma = np.searchsorted(commas, starts)
+    counts = np.searchsorted(commas, ends) - first_comma
+    right = filled & (counts == columns - 1)
+    bad: list[tuple[int, str, bool]] = []
+    for row in np.flatnonzero(filled & ~right).tolist():
+        text = block[starts[row] : ends[row]]
+        if not text.strip(b" \t,\0"):
+            continue  # a blank line, or one of only separators, as spreadsheets leave at the end
+        is_last = unfinished and row == len(lines) - 1
+        bad.append(
+            (
+                int(lines[row]),
+                f"has {int(counts[row]) + 1} fields, the header has {columns}",
+                is_last,
+            )
+        )
+    rows = np.flatnonzero(right)
+    if not len(rows):
+        return None, bad, next_line
+    cut = (
+        commas[first_comma[rows][:, None] + np.arange(columns - 1)[None, :]]
+        if columns > 1
+        else None
+    )
+    begin, stop = starts[rows][:, None], ends[rows][:, None]
+    if cut is not None and cut.size:
+        begin, stop = np.hstack([begin, cut + 1]), np.hstack([cut, stop])
+    return _Fields(data, begin, stop, lines[rows]), bad, next_line
+
+
+def _unquote(block: bytes, line: int, report: Report) -> bytes:
+    """A block with quoted fields as one without: commas inside quotes become spaces, quotes go."""
+    out = []
+    for offset, raw in enumerate(block.split(b"\n")):
+        if b'"' not in raw:
+            out.append(raw)
+            continue
+        text = raw.decode("utf-8", "surrogateescape").rstrip("\r")
+        try:
+            fields = next(csv.reader([text], strict=True))
+        except (csv.Error, StopIteration) as error:
+            report.bad_row(line + offset, f"has unbalanced quotes ({error})")
+            out.append(b"")
+            continue
+        cleaned = ",".join(
+            field.replace(",", " ").replace("\n", " ").replace("\r", " ") for field in fields
+        )
+        out.append(cleaned.encode("utf-8", "surrogateescape"))
+    return b"\n".join(out)
+
+
+def whole_number(text: str, *, signed: bool = False) -> int:
+    """A token count (or a priority) from text; integral decimals such as 12.0 pass. Raises RowError."""
+    try:
+        value = parse_number(text)
+    except TimeError as error:
+        raise RowError(str(error)) from None
+    if isinstance(value, Decimal):
+        if value.adjusted() > 18 or value != value.to_integral_value():
+            raise RowError(f"{text[:40]} is not a whole number")
+        value = int(value)
+    if value < 0 and not signed:
+        raise RowError(f"{value} is negative")
+    if abs(value) > (2**31 - 1 if signed else MAX_TOKENS):
+        raise RowError(f"{value} is not a plausible {'priority' if signed else 'number of tokens'}")
+    return value

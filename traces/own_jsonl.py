@@ -1,0 +1,250 @@
+"""Our own JSON lines, `vsim/trace/1`: one request a line, an optional first line that describes the file."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+
+from vsim.traces import jsonl
+from vsim.traces.clock import MAX_NS, TimeError, datetime_to_ns, looks_like_datetime
+from vsim.traces.draft import Draft, choose_unit, times_from_numbers
+from vsim.traces.files import TraceFile
+from vsim.traces.options import Report, RowError
+from vsim.traces.outcome import attach_aborted, attach_caps, is_aborted, output_tokens
+from vsim.traces.prefix import fit_block_tokens
+from vsim.traces.trace import Int64Array
+
+SCHEMA = "vsim/trace/1"
+DEFAULT_HASH_BLOCK_TOKENS = 16  # vLLM's own block size
+
+
+def read_own_jsonl(file: TraceFile, report: Report) -> Draft:
+    """Read `vsim/trace/1` lines. Fields are described in docs/traces.md."""
+    return read_jsonl(file, report, {})
+
+
+def read_jsonl(
+    file: TraceFile, report: Report, names: dict[str, str], unit: str | None = "s"
+) -> Draft:
+    """JSON lines whose fields are called as `names` says (ours -> the file's), or as ours where it is silent.
+
+    `unit`: of numeric timestamps; None if nobody documents it. Dates as text are read as dates.
+    """
+
+    def of(ours: str) -> str:
+        return names.get(ours, ours)
+
+    f_time, f_ns, f_in, f_out, f_max = (
+        of(name)
+        for name in ("timestamp", "timestamp_ns", "input_tokens", "output_tokens", "max_tokens")
+    )
+    f_ids, f_tenant, f_session, f_status = (
+        of(name) for name in ("hash_ids", "tenant", "session", "status")
+    )
+    times: list[int | Decimal] = []
+    in_ns: list[bool] = []
+    prompt: list[int] = []
+    output: list[int] = []
+    caps: list[int] = []
+    lines: list[int] = []
+    ids: list[list[int]] = []
+    rest: list[tuple[int, str, str, bool, int, int]] = []
+    header: dict[str, Any] = {}
+    first = True
+    served = 0
+    plain = (0, "", "", False, -1, 0)
+    for line, row in jsonl.read_rows(file, report):
+        if first:
+            first = False
+            if "schema" in row:
+                header = _header(row, report, line)
+                continue
+        try:
+            block = row.get("hash_block_tokens")
+            if block is not None:
+                _note_block(header, block)
+            has_ns = f_ns in row
+            check = jsonl.Checks()
+            time = check(jsonl.number, row, f_ns) if has_ns else check(_time, row, f_time)
+            length = check(jsonl.tokens, row, f_in, report, line)
+            generated = check(output_tokens, row, f_out, f_max, report, line)
+            cap = -1 if row.get(f_max) is None else check(jsonl.tokens, row, f_max, report, line)
+            content = check(jsonl.ids, row, f_ids)
+            check.done()
+            if has_ns and (not isinstance(time, int) or time > MAX_NS):
+                raise RowError(f"{f_ns} is {time}, not a whole number of ns within 146 years")
+            if (
+                "priority" in row
+                or f_tenant in row
+                or f_session in row
+                or f_status in row
+                or "after" in row
+                or "aborted" in row
+            ):
+                extra = (
+                    jsonl.integer(row, "priority", 0),
+                    jsonl.label(row, f_tenant),
+                    jsonl.label(row, f_session),
+                    row.get("aborted") is True or is_aborted(row.get(f_status), report, line),
+                    jsonl.integer(row, "after", -1),
+                    int(jsonl.number(row, "think_ns")) if "think_ns" in row else 0,
+                )
+            else:
+                extra = plain
+        except RowError as error:
+            report.bad_row(line, str(error))
+            continue
+        times.append(time)
+        in_ns.append(has_ns)
+        prompt.append(length)
+        output.append(generated)
+        caps.append(cap)
+        lines.append(line)
+        ids.append(content)
+        rest.append(extra)
+        served += generated > 0
+        if report.enough(served):
+            break
+    if any(in_ns):
+        if not all(in_ns):
+            report.fail(
+                "mixes timestamp and timestamp_ns; use one of them in all rows",
+                lines[in_ns.index(False)],
+            )
+        time_ns = np.asarray(times, dtype=np.int64)
+    else:
+        time_ns = _times(times, lines, unit, report)
+    stated = header.get("hash_block_tokens")
+    if stated is not None and report.options.hash_block_tokens is None:
+        size = stated
+        _cut_extra_ids(prompt, ids, lines, size, report)
+    else:
+        size = fit_block_tokens(prompt, ids, lines, DEFAULT_HASH_BLOCK_TOKENS, report)
+    draft = Draft(
+        time_ns=time_ns,
+        prompt=np.asarray(prompt, dtype=np.int64),
+        output=np.asarray(output, dtype=np.int64),
+        lines=np.asarray(lines, dtype=np.int64),
+        hash_ids=ids,
+        hash_block_tokens=size,
+    )
+    attach_caps(draft, caps)
+    _attach(draft, rest, report, told=bool(header))
+    for sentence in header.get("assumptions", []):
+        report.assume(sentence)
+    report.dropped.update(header.get("dropped", {}))
+    draft.extra.update({name: header[name] for name in ("source", "origin_ns") if name in header})
+    return draft
+
+
+def _times(
+    times: list[int | Decimal], lines: list[int], unit: str | None, report: Report
+) -> Int64Array:
+    """Numbers in the file's unit to ns; dates came in as ns already (negative, so that none is mistaken)."""
+    if times and all(isinstance(value, int) and value < 0 for value in times):
+        return -1 - np.asarray(times, dtype=np.int64)
+    if any(value < 0 for value in times):
+        row = next(row for row, value in enumerate(times) if value < 0)
+        report.fail("mixes dates and numbers as timestamps", lines[row])
+    if unit is None or report.options.time_unit is not None:
+        unit = choose_unit(
+            report,
+            documented=None,
+            whose="",
+            integral=all(isinstance(value, int) for value in times),
+            low=float(min(times, default=0)),
+            high=float(max(times, default=0)),
+            rows=len(times),
+        )
+    return times_from_numbers(times, lines, unit, report)
+
+
+def _time(row: dict[str, Any], name: str) -> int | Decimal:
+    """A timestamp: a number >= 0, or a date and time, which comes back as -1 - ns since 1970."""
+    value = row.get(name)
+    if isinstance(value, str) and looks_like_datetime(value):
+        try:
+            return -1 - datetime_to_ns(value)
+        except TimeError as error:
+            raise RowError(f"{name}: {error}") from None
+    return jsonl.number(row, name)
+
+
+def _header(row: dict[str, Any], report: Report, line: int) -> dict[str, Any]:
+    """Check the describing first line (in Parquet: the metadata, line 0). Raises UserError for another schema or a field of the wrong kind."""
+    schema = row["schema"]
+    if schema != SCHEMA:
+        report.fail(f"schema is {str(schema)[:60]!r}; this version reads {SCHEMA!r}", line)
+    header: dict[str, Any] = {}
+    block = row.get("hash_block_tokens")
+    if block is not None:
+        try:
+            _note_block(header, block)
+        except RowError as error:
+            report.fail(str(error), line)
+    checks = {
+        "assumptions": lambda v: isinstance(v, list) and all(isinstance(item, str) for item in v),
+        "dropped": lambda v: isinstance(v, dict) and all(type(item) is int for item in v.values()),
+        "source": lambda v: (
+            isinstance(v, dict) and all(isinstance(item, str) for item in v.values())
+        ),
+        "origin_ns": lambda v: type(v) is int and 0 <= v <= MAX_NS,
+    }
+    for name, good in checks.items():
+        if name in row:
+            if not good(row[name]):
+                report.fail(f"{name} in the first line has the wrong kind of value", line)
+            header[name] = row[name]
+    return header
+
+
+def _note_block(header: dict[str, Any], block: Any) -> None:
+    if type(block) is not int or not 1 <= block <= 1 << 20:
+        raise RowError(f"hash_block_tokens is {str(block)[:40]}, not a whole number of tokens")
+    if header.setdefault("hash_block_tokens", block) != block:
+        raise RowError(
+            f"hash_block_tokens is {block} here and {header['hash_block_tokens']} before; a file has one"
+        )
+
+
+def _cut_extra_ids(
+    prompt: list[int], ids: list[list[int]], lines: list[int], size: int, report: Report
+) -> None:
+    for row, content in enumerate(ids):
+        expected = -(-prompt[row] // size)
+        if len(content) > expected:
+            report.notice(
+                f"more hash_ids than the prompt has blocks of {size} tokens; the extra ids are ignored",
+                lines[row],
+            )
+            ids[row] = content[:expected]
+
+
+def _attach(
+    draft: Draft, rest: list[tuple[int, str, str, bool, int, int]], report: Report, told: bool
+) -> None:
+    """Optional columns, where any row has them."""
+    n = len(rest)
+    if not n:
+        return
+    priority, tenants, sessions, aborted, after, think = zip(*rest, strict=True)
+    if any(priority):
+        draft.priority = np.asarray(priority, dtype=np.int32)
+    if any(tenants):
+        draft.tenants = tenants
+    if any(sessions):
+        draft.sessions = sessions
+    attach_aborted(draft, aborted, report, told)
+    if any(value >= 0 for value in after):
+        for row, value in enumerate(after):
+            if value >= row:
+                report.fail(
+                    f"after is {value}; a turn can only follow an earlier row (< {row})",
+                    draft.line(row),
+                )
+        if max(think) > MAX_NS:
+            report.fail("think_ns is out of range (146 years)")
+        draft.after = np.asarray(after, dtype=np.int64)
+        draft.think_ns = np.asarray(think, dtype=np.int64)
