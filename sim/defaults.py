@@ -1,0 +1,69 @@
+"""vLLM's own defaults: what a flag becomes when the user does not give it."""
+
+from __future__ import annotations
+
+from vsim.models.hardware import Gpu
+from vsim.models.memory import GIB, Version
+
+# (max_num_batched_tokens, max_num_seqs) of any other usage context (SchedulerConfig's class constants).
+OTHER_CONTEXT = (2048, 128)
+
+
+def batch_defaults(gpu: Gpu, usage: str, world_size: int) -> tuple[int, int, str]:
+    """(max_num_batched_tokens, max_num_seqs, why) before any clipping.
+
+    vLLM 0.32 engine/arg_utils.py, `get_batch_defaults`. `usage` is "server" (`vllm serve`) or "llm" (the
+    offline `LLM` class). `world_size` is tp x pp and counts on the CPU only.
+    """
+    offline = usage == "llm"
+    if gpu.platform == "cpu":
+        tokens, seqs = (4096, 256) if offline else (2048, 128)
+        return tokens * world_size, seqs * world_size, "the CPU backend"
+    if gpu.memory_bytes >= 160 * GIB:
+        return 16384, 1024, f"{gpu.name} (160 GiB or more)"
+    if gpu.memory_bytes >= 70 * GIB and "a100" not in gpu.device_name.lower():
+        return (16384 if offline else 8192), 1024, f"{gpu.name} (70 GiB or more, not an A100)"
+    kind = "an A100" if "a100" in gpu.device_name.lower() else "less than 70 GiB"
+    return (8192 if offline else 2048), 256, f"{gpu.name} ({kind})"
+
+
+def gpu_memory_utilization(engine: str, version: Version) -> float:
+    """0.92 in 0.32, 0.9 in 0.19 and before (facts: 0.32 config/cache.py; start-up logs up to 0.20)."""
+    return 0.9 if engine == "v0" or (version and version < (0, 21)) else 0.92
+
+
+def block_size(gpu: Gpu, engine: str, mla: bool) -> tuple[int, str]:
+    """The KV block size without `--block-size`, and why.
+
+    CacheConfig's 16, unless the platform or the attention backend asks for more (0.32 platforms/cpu.py,
+    platforms/interface.py `update_block_size_for_backend`, backends' `get_preferred_block_size`).
+    """
+    if gpu.platform == "cpu" and engine == "v1":
+        return (16, "its MLA kernel") if mla else (128, "the CPU backend")
+    if gpu.platform == "npu":
+        return 128, "the Ascend plug-in"
+    if mla and engine == "v1" and gpu.compute_capability is not None:
+        major = gpu.compute_capability[0]
+        if major == 10:
+            return 32, "the FlashInfer MLA backend"
+        if major == 9:
+            return 64, "the FlashMLA backend"
+    return 16, "every backend of this device takes it"
+
+
+def block_size_refusal(gpu: Gpu, engine: str, size: int) -> str | None:
+    """Why the engine would refuse `--block-size size` on this device; None if it would not."""
+    if gpu.platform == "cpu":
+        return None
+    if engine == "v0":
+        if size not in (1, 8, 16, 32, 64, 128):
+            return "vLLM 0.8.5 accepts 1, 8, 16, 32, 64 and 128"
+        if gpu.platform == "cuda" and size > 32:
+            return "CUDA Paged Attention kernel only supports block sizes up to 32"
+        return None
+    if size % 16:
+        return (
+            f"No valid attention backend found for {gpu.platform}: block_size not supported "
+            "(FlashAttention, FlashInfer and Triton take multiples of 16)"
+        )
+    return None
