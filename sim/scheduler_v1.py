@@ -135,9 +135,11 @@ class SchedulerV1:
         )
         if self.cache.caching or self.config.kv_offload is not None:
             if isinstance(request, TraceRequest):
-                runs = trace_prompt(request)
+                prompt_runs = trace_prompt(request)
             else:
-                runs = joined((*request.runs, output_run(request.index, request.output_tokens)))
+                prompt_runs = request.runs
+            # The blocks of the answer have keys too: a preempted request may find its own again.
+            runs = joined((*prompt_runs, output_run(request.index, request.output_tokens)))
             tracked.keys = BlockKeys(self._key_table, runs)
         self._requests[request.index] = tracked
         self.waiting.push(tracked)
