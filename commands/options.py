@@ -10,7 +10,10 @@ import click
 
 # (declarations, attributes). None means "not given": the default is vLLM's, resolved for GPU and model.
 _FLAGS: list[tuple[tuple[str, ...], dict[str, Any]]] = [
-    (("--model",), {"help": "Bundled name (vsim catalog) or a folder with a Hugging Face config.json."}),
+    (
+        ("--model",),
+        {"help": "Bundled name (vsim catalog) or a folder with a Hugging Face config.json."},
+    ),
     (("--gpu",), {"help": "GPU by name, e.g. a100, h100, rtx4090 (vsim catalog)."}),
     (("--tensor-parallel-size", "-tp"), {"type": click.IntRange(min=1)}),
     (("--pipeline-parallel-size", "-pp"), {"type": click.IntRange(min=1)}),
@@ -40,10 +43,16 @@ _FLAGS: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (("--watermark",), {"type": float}),
     (("--async-scheduling/--no-async-scheduling",), {"default": None}),
     (("--enforce-eager/--no-enforce-eager",), {"default": None}),
-    (("--kv-offloading-size",), {"type": float, "help": "GiB of CPU memory for V1's offload tier."}),
+    (
+        ("--kv-offloading-size",),
+        {"type": float, "help": "GiB of CPU memory for V1's offload tier."},
+    ),
     (("--swap-space",), {"type": float, "help": "V0: GiB of CPU memory for swapped KV blocks."}),
     (("--preemption-mode",), {"type": click.Choice(["recompute", "swap"]), "help": "V0 only."}),
-    (("--engine",), {"type": click.Choice(["v1", "v0"]), "help": "v1: vLLM 0.32 (default); v0: vLLM 0.8.5."}),
+    (
+        ("--engine",),
+        {"type": click.Choice(["v1", "v0"]), "help": "v1: vLLM 0.32 (default); v0: vLLM 0.8.5."},
+    ),
     (("--engine-version",), {"help": "A vLLM release whose decisions differ, e.g. 0.19.0."}),
     (
         ("--usage",),
@@ -69,5 +78,68 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(*args, engine_flags=engine_flags, **values)
 
     for declarations, attributes in reversed(_FLAGS):
+        gathered = click.option(*declarations, **attributes)(gathered)
+    return gathered
+
+
+# Reading a trace: the same choices wherever one is read.
+_READING: list[tuple[tuple[str, ...], dict[str, Any]]] = [
+    (
+        ("--format", "format"),
+        {"help": "Trace format by name instead of by content (docs/traces.md)."},
+    ),
+    (
+        ("--time-unit",),
+        {"type": click.Choice(["s", "ms", "us", "ns"]), "help": "Unit of the trace's times."},
+    ),
+    (("--strict",), {"is_flag": True, "help": "Refuse whatever lenient reading would announce."}),
+    (
+        ("--on-error",),
+        {
+            "type": click.Choice(["fail", "skip"]),
+            "default": "fail",
+            "show_default": True,
+            "help": "Unusable rows.",
+        },
+    ),
+    (
+        ("--zero-output",),
+        {
+            "type": click.Choice(["drop", "prefill-only", "error"]),
+            "default": "drop",
+            "show_default": True,
+            "help": "Rows with no output tokens (failed requests).",
+        },
+    ),
+    (
+        ("--map", "column_map"),
+        {
+            "multiple": True,
+            "metavar": "FIELD=COLUMN",
+            "help": "Where a plain CSV, JSONL or Parquet has it.",
+        },
+    ),
+]
+
+
+def read_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the choices of reading a trace; they arrive as the dict `reading`, ready for `read_trace`."""
+
+    @functools.wraps(command)
+    def gathered(*args: Any, **values: Any) -> Any:
+        reading = {
+            name: values.pop(name)
+            for name in ("format", "time_unit", "strict", "on_error", "zero_output", "column_map")
+        }
+        pairs = reading["column_map"]
+        for pair in pairs:
+            if "=" not in pair:
+                raise click.BadParameter(
+                    f"--map {pair}: write FIELD=COLUMN, e.g. input_tokens=prompt_len"
+                )
+        reading["column_map"] = dict(pair.split("=", 1) for pair in pairs) or None
+        return command(*args, reading=reading, **values)
+
+    for declarations, attributes in reversed(_READING):
         gathered = click.option(*declarations, **attributes)(gathered)
     return gathered

@@ -16,7 +16,7 @@ from vsim.sim.recorder import Recorder
 from vsim.sim.run import Run
 from vsim.sim.scheduler import EngineDiedError, Scheduler
 from vsim.sim.step import Step
-from vsim.traces.trace import Trace
+from vsim.traces.trace import Trace, TraceRequest
 
 NS = 1_000_000_000
 
@@ -50,6 +50,7 @@ class Replica:
         recorder: Recorder,
         ended: Callable[[int], None],
         frontend_ns: int = 0,
+        front_end: Callable[[TraceRequest], str | None] | None = None,
         host_link: HostLink | None = None,
         on_step: Callable[[], None] | None = None,
     ) -> None:
@@ -61,6 +62,7 @@ class Replica:
         self.recorder = recorder
         self._ended = ended
         self._frontend_ns = frontend_ns
+        self._front_end = front_end
         self._host_link = host_link
         self._on_step = on_step
         self._inbox: deque[tuple[int, int]] = deque()
@@ -108,7 +110,10 @@ class Replica:
         now = int(self.env.now)
         while self._inbox and self._inbox[0][0] <= now:
             _, index = self._inbox.popleft()
-            refusal = self.scheduler.add(self.trace.request(index))
+            request = self.trace.request(index)
+            refusal = None if self._front_end is None else self._front_end(request)
+            if refusal is None:
+                refusal = self.scheduler.add(request)
             if refusal is not None:
                 self.recorder.rejected(index, refusal, now)
                 self._ended(index)
@@ -212,13 +217,15 @@ def simulate(
     *,
     max_concurrency: int | None = None,
     frontend_s: float = 0.0,
+    front_end: Callable[[TraceRequest], str | None] | None = None,
     host_link: HostLink | None = None,
     on_step: Callable[[int, int], None] | None = None,
 ) -> Run:
     """Replay `trace` on one replica and return what happened, on the client's clock.
 
     `max_concurrency`: closed loop, as `vllm bench serve --max-concurrency`. `frontend_s`: seconds between
-    the client's send and the engine's inbox. `on_step(now_ns, requests_ended)` is called after each step.
+    the client's send and the engine's inbox. `front_end` may refuse a request: it returns the reason.
+    `on_step(now_ns, requests_ended)` is called after each step.
     A run that cannot go on (the head of the queue never fits; the real engine would have died) ends there
     and says so in `Run.ended_early`.
     """
@@ -235,6 +242,7 @@ def simulate(
         recorder,
         client.finished,
         frontend_ns=round(frontend_s * NS),
+        front_end=front_end,
         host_link=host_link,
         on_step=None if on_step is None else lambda: on_step(int(env.now), client.num_ended),
     )

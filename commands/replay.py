@@ -1,0 +1,215 @@
+"""`vsim replay`: a trace through a simulated vLLM, to a table, files and a report."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from vsim.commands.options import engine_options, read_options
+from vsim.errors import UserError
+
+if TYPE_CHECKING:
+    from vsim.traces.trace import Trace
+
+
+class Progress:
+    """One line on stderr while a person watches; nothing in pipes and files."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._watched = sys.stderr.isatty()
+        self._began = self._shown = time.monotonic()
+        self._countdown = 0
+
+    def __call__(self, now_ns: int, ended: int) -> None:
+        if not self._watched:
+            return
+        self._countdown -= 1
+        if self._countdown > 0:
+            return
+        self._countdown = 200  # steps between looks at the wall clock
+        wall = time.monotonic()
+        if wall - self._shown < 0.25:
+            return
+        self._shown = wall
+        left = (wall - self._began) * (self._total - ended) / ended if ended else None
+        eta = "" if left is None else f", about {left:.0f} s left"
+        click.echo(
+            f"\r{ended:,} of {self._total:,} requests, {now_ns / 1e9:,.0f} s simulated{eta}\x1b[K",
+            err=True,
+            nl=False,
+        )
+
+    def done(self) -> None:
+        if self._watched and self._shown != self._began:
+            click.echo("\r\x1b[K", err=True, nl=False)
+
+
+def _percentiles(_: Any, __: Any, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a list of numbers such as 50,90,99") from None
+
+
+@click.command(short_help="Replay a trace through a simulated vLLM and report the tails.")
+@click.argument("trace", type=click.Path(path_type=Path))
+@engine_options
+@read_options
+@click.option(
+    "--profile", help="Calibration artifact, by path or bundled name (vsim profiles list)."
+)
+@click.option("--limit", type=int, help="Only the first so many requests.")
+@click.option(
+    "--time-scale",
+    type=float,
+    default=1.0,
+    help="Times between arrivals times this; 0.5 is twice as fast.",
+)
+@click.option(
+    "--request-rate",
+    type=float,
+    help="Requests/s instead of the trace's own times; inf: all at once.",
+)
+@click.option(
+    "--burstiness",
+    type=float,
+    default=1.0,
+    help="Gamma shape of --request-rate's gaps; 1 is Poisson, inf constant.",
+)
+@click.option(
+    "--max-concurrency", type=int, help="Closed loop: at most so many requests in flight."
+)
+@click.option(
+    "--overlong",
+    type=click.Choice(["reject", "clip", "error"]),
+    default="reject",
+    show_default=True,
+    help="Requests longer than max_model_len.",
+)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option(
+    "--metric-percentiles",
+    default="50,90,95,99",
+    show_default=True,
+    callback=_percentiles,
+    help="Percentiles to report.",
+)
+@click.option(
+    "--goodput",
+    multiple=True,
+    metavar="METRIC:MS",
+    help="e.g. --goodput ttft:500 --goodput tpot:50",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Write summary.json, Parquet files and report.html.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace the run that --out already holds.")
+@click.option("--report/--no-report", default=True, help="Leave report.html out.")
+@click.option("--json", "as_json", is_flag=True, help="Print summary.json instead of the table.")
+def replay(
+    trace: Path,
+    engine_flags: dict[str, Any],
+    reading: dict[str, Any],
+    profile: str | None,
+    limit: int | None,
+    time_scale: float,
+    request_rate: float | None,
+    burstiness: float,
+    max_concurrency: int | None,
+    overlong: str,
+    seed: int,
+    metric_percentiles: tuple[float, ...],
+    goodput: tuple[str, ...],
+    out: Path | None,
+    overwrite: bool,
+    report: bool,
+    as_json: bool,
+) -> None:
+    """Replay TRACE through a simulated vLLM replica: tails, KV cache, throughput.
+
+    TRACE is any known format, recognised by content (docs/traces.md). Flags are vLLM's; what is not given
+    is resolved as vLLM 0.32 resolves it for this GPU and model, and the report says so.
+    """
+    from vsim.sim.deployment import resolve
+    from vsim.sim.metrics import parse_goodput
+    from vsim.sim.replay import Load, step_model_for
+    from vsim.sim.replay import replay as simulate_trace
+    from vsim.sim.run_io import check_target, write_run
+    from vsim.sim.summary import summarize, summary_json
+    from vsim.sim.table import render_table
+    from vsim.traces.readers import read_trace
+
+    if out is not None:
+        check_target(out, overwrite)
+    slo = parse_goodput(goodput)
+    model, gpu = _needed(engine_flags, profile)
+    flags = {name: value for name, value in engine_flags.items() if name not in ("model", "gpu")}
+    deployment = resolve(model, gpu, **flags)
+    step_model = step_model_for(deployment, profile)
+    requests = read_trace(trace, limit=limit, **reading)
+    load = Load(
+        limit=limit,
+        time_scale=time_scale,
+        request_rate=request_rate,
+        burstiness=burstiness,
+        max_concurrency=max_concurrency,
+        seed=seed,
+        overlong=overlong,  # type: ignore[arg-type]
+    )
+    progress = Progress(len(requests))
+    try:
+        run = simulate_trace(requests, deployment, step_model, load, progress)
+    finally:
+        progress.done()
+    summary = summarize(run, metric_percentiles, slo)
+    if out is not None:
+        write_run(run, out, summary, report=report, overwrite=overwrite)
+    if as_json:
+        click.echo(summary_json(summary), nl=False)
+        return
+    click.echo(_heading(deployment, step_model, requests))
+    click.echo(render_table(summary))
+    if run.ended_early:
+        click.echo(f"The run ended early: {run.ended_early}")
+    if run.assumptions:
+        click.echo("Assumptions:")
+        for sentence in run.assumptions:
+            click.echo(f"- {sentence}")
+    if out is not None:
+        click.echo(f"Wrote {out}{'/report.html' if report else ''}")
+
+
+def _needed(engine_flags: dict[str, Any], profile: str | None) -> tuple[str, str]:
+    """(model, gpu): given, or those the profile was measured with."""
+    model, gpu = engine_flags["model"], engine_flags["gpu"]
+    if profile is not None and (model is None or gpu is None):
+        from vsim.models.load import read_profile
+
+        says = read_profile(profile)[1].provenance
+        model = model or says.get("model")
+        gpu = gpu or says.get("gpu")
+    if model is None:
+        raise UserError(
+            "--model is missing: a bundled name (vsim catalog) or a folder with a config.json"
+        )
+    if gpu is None:
+        raise UserError("--gpu is missing: a name from vsim catalog, e.g. a100")
+    return str(model), str(gpu)
+
+
+def _heading(deployment: Any, step_model: Any, trace: Trace) -> str:
+    config = deployment.scheduler
+    return (
+        f"{deployment.model.name} on {deployment.gpus_per_replica} x {deployment.gpu.name}, "
+        f"vLLM {config.engine_version} ({config.engine.upper()}): {len(trace):,} requests of {trace.source.name} "
+        f"({trace.source.format}) over {trace.span_s:,.0f} s\n"
+        f"Step time: {step_model.label}"
+    )

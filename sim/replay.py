@@ -1,0 +1,216 @@
+"""A trace meets a deployment: load applied, engine run, and the run told what produced it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from vsim import __version__
+from vsim.errors import UserError
+from vsim.models.load import LoadedStepModel, load_step_model
+from vsim.models.table_params import StepContext
+from vsim.sim.deployment import Deployment
+from vsim.sim.engine import HostLink, simulate
+from vsim.sim.run import Run
+from vsim.traces.arrivals import head, rerate, scale_time
+from vsim.traces.trace import Trace, TraceRequest
+
+Overlong = Literal["reject", "clip", "error"]
+TOO_LONG = "rejected_too_long"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How the client sends the trace; `vllm bench serve`'s own words where it has them.
+
+    `request_rate` None keeps the trace's own times (times `time_scale`); inf sends all at once.
+    """
+
+    limit: int | None = None
+    time_scale: float = 1.0
+    request_rate: float | None = None
+    burstiness: float = 1.0
+    max_concurrency: int | None = None
+    seed: int = 0
+    overlong: Overlong = "reject"
+
+    def apply(self, trace: Trace) -> Trace:
+        """`trace` as it will be sent. Raises UserError for values that make no sense."""
+        if self.max_concurrency is not None and self.max_concurrency < 1:
+            raise UserError(f"max_concurrency={self.max_concurrency} must be at least 1")
+        if self.request_rate is not None and self.time_scale != 1.0:
+            raise UserError(
+                "time_scale stretches the trace's own times and request_rate replaces them: give one"
+            )
+        if self.limit is not None:
+            trace = head(trace, self.limit)
+        trace = scale_time(trace, self.time_scale)
+        if self.request_rate is not None:
+            trace = rerate(trace, self.request_rate, self.burstiness, self.seed)
+        return trace
+
+
+def front_end(max_model_len: int, overlong: Overlong) -> Callable[[TraceRequest], str | None]:
+    """What the API server does with requests that cannot fit `max_model_len`: a reason, or None.
+
+    A prompt of `max_model_len` tokens or more is HTTP 400 in every release. Prompt plus requested output
+    beyond it was HTTP 400 too, until recent releases (0.32 renderers/params.py) began to cut the output
+    short: "clip" is that.
+    """
+
+    def refuse(request: TraceRequest) -> str | None:
+        wanted = request.output_tokens if request.max_tokens is None else request.max_tokens
+        if request.prompt_tokens >= max_model_len:
+            return TOO_LONG
+        if overlong == "reject" and request.prompt_tokens + wanted > max_model_len:
+            return TOO_LONG
+        return None
+
+    return refuse
+
+
+def check_lengths(trace: Trace, max_model_len: int, overlong: Overlong) -> list[str]:
+    """Sentences about requests too long for `max_model_len`; with "error", UserError names the first."""
+    wanted = trace.output_tokens if trace.max_tokens is None else trace.max_tokens
+    prompt_too_long = trace.prompt_tokens >= max_model_len
+    sum_too_long = ~prompt_too_long & (trace.prompt_tokens + wanted > max_model_len)
+    bad = prompt_too_long | sum_too_long
+    if overlong == "error" and bad.any():
+        row = int(bad.argmax())
+        raise UserError(
+            f"request {row} wants {int(trace.prompt_tokens[row])} prompt + {int(wanted[row])} output tokens, "
+            f"more than max_model_len={max_model_len}; raise --max-model-len or use --overlong reject"
+        )
+    said = []
+    if prompt_too_long.any():
+        said.append(
+            f"{int(prompt_too_long.sum())} requests have prompts of max_model_len={max_model_len} tokens "
+            "or more: rejected, as vLLM answers HTTP 400"
+        )
+    if sum_too_long.any():
+        said.append(
+            f"{int(sum_too_long.sum())} requests ask for more tokens than max_model_len={max_model_len} "
+            + (
+                "leaves: rejected (HTTP 400); vLLM 0.32 cuts their output short instead (--overlong clip)"
+                if overlong == "reject"
+                else "leaves: their output is cut short, as vLLM 0.32 does"
+            )
+        )
+    return said
+
+
+def step_model_for(deployment: Deployment, profile: str | None = None) -> LoadedStepModel:
+    """The deployment's step model: `profile` (path or bundled name), a bundled one that fits, or roofline."""
+    narrow = deployment.quantization is not None
+    capacity = deployment.capacity
+    bytes_per_param = (
+        capacity.weight_bytes
+        * deployment.tensor_parallel_size
+        * deployment.pipeline_parallel_size
+        / deployment.model.num_parameters
+    )
+    kv_bytes = 1.0 if deployment.kv_cache_dtype.startswith("fp8") else 2.0
+    return load_step_model(
+        profile,
+        gpu=deployment.gpu,
+        model=deployment.model,
+        tensor_parallel_size=deployment.tensor_parallel_size,
+        weight_bytes_per_param=bytes_per_param if narrow else 2.0,
+        kv_bytes_per_element=kv_bytes,
+        context=StepContext(
+            max_num_seqs=deployment.scheduler.max_num_seqs,
+            max_num_batched_tokens=deployment.scheduler.max_num_batched_tokens,
+            enforce_eager=deployment.enforce_eager,
+        ),
+    )
+
+
+def replay(
+    trace: Trace,
+    deployment: Deployment,
+    step_model: LoadedStepModel,
+    load: Load | None = None,
+    on_step: Callable[[int, int], None] | None = None,
+) -> Run:
+    """Replay `trace` on one replica of `deployment`; everything that was assumed is in the run.
+
+    `on_step(now_ns, requests_ended)` is called after each step. Raises UserError for a load that makes no
+    sense or, with `overlong="error"`, for the first request that is too long.
+    """
+    load = load or Load()
+    if len(trace) == 0:
+        raise UserError(f"{trace.source.name}: no requests to replay")
+    if deployment.data_parallel_size > 1:
+        raise UserError(
+            f"data_parallel_size={deployment.data_parallel_size}: replay simulates one replica; give it its "
+            "share of the traffic (--limit, --request-rate)"
+        )
+    sent = load.apply(trace)
+    config = deployment.scheduler
+    said = check_lengths(sent, config.max_model_len, load.overlong)
+    run = simulate(
+        sent,
+        config,
+        step_model,
+        max_concurrency=load.max_concurrency,
+        front_end=front_end(config.max_model_len, load.overlong),
+        host_link=_host_link(deployment),
+        on_step=on_step,
+    )
+    return dataclasses.replace(
+        run,
+        config=_config(deployment, load, sent),
+        provenance={
+            "vsim_version": __version__,
+            "trace": dataclasses.asdict(sent.source),
+            "step_model": step_model.provenance,
+        },
+        assumptions=(*sent.assumptions, *deployment.assumptions, *step_model.assumptions, *said),
+    )
+
+
+def _host_link(deployment: Deployment) -> HostLink | None:
+    if deployment.gpu.pcie_gb_s is None:
+        return None
+    return HostLink(deployment.capacity.bytes_per_block, deployment.gpu.pcie_gb_s * 1e9)
+
+
+def _config(deployment: Deployment, load: Load, trace: Trace) -> dict[str, Any]:
+    scheduler, capacity = deployment.scheduler, deployment.capacity
+    flags, origins = deployment.flags, deployment.origins
+    return {
+        "gpu": deployment.gpu.name,
+        "gpus": deployment.gpus_per_replica,
+        "model": deployment.model.name,
+        "kv_cache": {
+            "num_gpu_blocks": scheduler.num_gpu_blocks,
+            "num_cpu_blocks": scheduler.num_cpu_blocks,
+            "block_size": scheduler.block_size,
+            "bytes_per_block": capacity.bytes_per_block,
+            "available_bytes": capacity.available_bytes,
+            # vLLM's start-up log: "Maximum concurrency for N tokens per request"
+            "kv_cache_size_tokens": capacity.kv_cache_size_tokens,
+            "kv_cache_max_concurrency": capacity.max_concurrency,
+        },
+        "flags": {
+            name: {"value": value, "origin": origins.get(name, "")} for name, value in flags.items()
+        },
+        "load": {
+            "limit": load.limit,
+            "time_scale": load.time_scale,
+            "request_rate": "inf" if load.request_rate == float("inf") else load.request_rate,
+            "burstiness": None if load.request_rate is None else load.burstiness,
+            "max_concurrency": load.max_concurrency,
+            "seed": load.seed,
+            "overlong": load.overlong,
+        },
+        "trace": {
+            "name": trace.source.name,
+            "format": trace.source.format,
+            "requests": len(trace),
+            "span_s": trace.span_s,
+            "dropped": dict(trace.dropped),
+        },
+    }
