@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
@@ -67,6 +68,8 @@ def _page(
     )
     kind = "Measured run" if run.origin == "measured" else "Simulated run"
     words = " ".join(esc(sentence) for sentence in report_words.paragraph(run, summary))
+    # A number stays on one line with its unit.
+    words = re.sub(r"(\d) (%|ms|s|min|h)(?![\w/])", "\\1\N{NO-BREAK SPACE}\\2", words)
     early = (
         f'<p class=warning role="alert">Ended early: {esc(run.ended_early)}</p>'
         if run.ended_early

@@ -86,9 +86,10 @@ def render_chart(chart: Chart) -> str:
         f'<span style="top:{up.place(v) / HEIGHT * 100:.2f}%">{esc(text)}</span>'
         for v, text in up.ticks
     )
+    crowded = len(across.ticks) > 4  # for a phone: report.css hides every other label there
     x_labels = "".join(
-        f'<span{" class=minor" if i % 2 else ""} style="left:{across.place(v) / WIDTH * 100:.2f}%">'
-        f"{esc(text)}</span>"
+        f'<span class="{_x_label_class(i, across.place(v), crowded)}" '
+        f'style="left:{across.place(v) / WIDTH * 100:.2f}%">{esc(text)}</span>'
         for i, (v, text) in enumerate(across.ticks)
     )
     marks = "".join(
@@ -105,6 +106,11 @@ def render_chart(chart: Chart) -> str:
         f"<div class=readout hidden></div></div>"
         f"<div class=xlabels>{x_labels}</div></div>{note}</figure>"
     )
+
+
+def _x_label_class(position: int, place: float, crowded: bool) -> str:
+    # A label at the right end must not stick out of the page.
+    return ("minor" if crowded and position % 2 else "") + (" end" if place > 0.95 * WIDTH else "")
 
 
 def chart_data(chart: Chart) -> dict[str, Any]:

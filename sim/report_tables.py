@@ -71,18 +71,19 @@ def latency_table(summary: Mapping[str, Any]) -> str:
     """Every statistic of every latency, in ms."""
     which = ["mean", "std", "median"]
     which += [f"p{percentile_word(p)}" for p in summary["percentiles"] if p != 50]
-    names = [(name, f"{short_name}", long) for name, short_name, long in LATENCIES]
+    names = [(name, shown, long) for name, shown, long in LATENCIES]
     names.append(("queue_time", "Queue", "Sent until first scheduled"))
     if "mean_client_queue_time_ms" in summary:
         names.append(
             ("client_queue_time", "Client queue", "Wait at --max-concurrency, before send")
         )
-    head = "".join(f"<th>{esc(one)}</th>" for one in which)
+    # Statistics run down, latencies across: five narrow columns fit a phone.
+    head = "".join(f'<th title="{esc(long)}">{esc(shown)}</th>' for _, shown, long in names)
     rows = "".join(
-        f'<tr><th scope=row title="{esc(long)}">{esc(shown)}</th>'
-        + "".join(f"<td>{_ms(summary.get(f'{one}_{name}_ms'))}</td>" for one in which)
+        f"<tr><th scope=row>{esc(one)}</th>"
+        + "".join(f"<td>{_ms(summary.get(f'{one}_{name}_ms'))}</td>" for name, _, _ in names)
         + "</tr>"
-        for name, shown, long in names
+        for one in which
     )
     return (
         f"<div class=scroll><table class=numbers><thead><tr><th>ms</th>{head}</tr></thead>"

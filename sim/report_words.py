@@ -40,18 +40,15 @@ def paragraph(run: Run, summary: Mapping[str, Any]) -> list[str]:
 
 
 def _served(run: Run, s: Mapping[str, Any]) -> str:
-    verb = "Measured" if run.origin == "measured" else "Simulated"
+    run_kind = "measured run" if run.origin == "measured" else "simulation"
     if not s["num_prompts"]:
-        return f"{verb}: the trace holds no requests, so nothing happened."
-    model, gpu = setting(run.config, "model"), setting(run.config, "gpu")
-    where = f" of {model}" if model else ""
-    where += f" on {gpu}" if gpu else ""
+        return f"The trace of this {run_kind} holds no requests, so nothing happened."
     if not s["completed"]:
-        return f"{verb}{where}: none of {number(s['num_prompts'])} requests finished."
+        return f"In this {run_kind} none of {_requests(s['num_prompts'], were=False)} finished."
     every = "all" if s["completed"] == s["num_prompts"] else f"{number(s['completed'])} of"
     rate = f" ({short(s['request_throughput'])} requests/s)" if s["request_throughput"] else ""
     return (
-        f"{verb}{where}: {every} {number(s['num_prompts'])} requests finished "
+        f"In this {run_kind} {every} {_requests(s['num_prompts'], were=False)} finished "
         f"in {duration(s['duration'])}{rate}, with {short(s['output_throughput'])} output tokens/s."
     )
 

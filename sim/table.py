@@ -27,6 +27,9 @@ def render_table(summary: Mapping[str, Any]) -> str:
     if summary["ended_early"]:
         lines += _wrapped(f"Ended early: {plain(summary['ended_early'])}")
     lines += [_row(label, value) for label, value in _headline(summary)]
+    if summary["goodput_slo_ms"]:
+        limits = ", ".join(f"{k} <= {v:g} ms" for k, v in summary["goodput_slo_ms"].items())
+        lines += _wrapped(f"Goodput counts requests with {limits}.")
     lines += _latency_table(summary)
     lines += _section("KV Cache and Scheduling", _engine_rows(summary))
     if summary["rejected_reasons"]:
@@ -53,10 +56,9 @@ def _headline(s: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("Request throughput (req/s):", _fixed(s["request_throughput"])),
     ]
     if s["goodput_slo_ms"]:
-        limits = ", ".join(f"{name}<={value:g} ms" for name, value in s["goodput_slo_ms"].items())
         rows += [
             ("Request goodput (req/s):", _fixed(s["request_goodput"])),
-            (f"  share meeting {limits}:", percent(s["goodput_fraction"])),
+            ("Share of requests in the goodput:", percent(s["goodput_fraction"])),
         ]
     return [
         *rows,

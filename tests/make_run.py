@@ -6,7 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from vsim.sim.run import FINISHED, REJECTED, REQUEST_COLUMNS, STEP_COLUMNS, Run
+from vsim.sim.run import (
+    FINISHED,
+    OPTIONAL_STEP_COLUMNS,
+    REJECTED,
+    REQUEST_COLUMNS,
+    STEP_COLUMNS,
+    Run,
+)
 
 MS = 1_000_000
 S = 1_000_000_000
@@ -41,7 +48,8 @@ def make_run(
         for name, kind in STEP_COLUMNS.items()
     }
     for name, values in rows.items():
-        step_columns.setdefault(name, np.asarray(values, dtype="int32"))
+        if name in OPTIONAL_STEP_COLUMNS:
+            step_columns[name] = np.asarray(values, dtype=OPTIONAL_STEP_COLUMNS[name])
     gaps, counts = np.unique(np.asarray(fields.pop("itl", []), dtype=np.int64), return_counts=True)
     fields.setdefault("block_size", 16)
     fields.setdefault("num_gpu_blocks", 100)
