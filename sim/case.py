@@ -45,6 +45,9 @@ class TransferTime:
     base: float = 0.0
     per_block: float = 0.0
 
+    def seconds(self, blocks: int) -> float:
+        return self.base + self.per_block * blocks
+
 
 @dataclass(frozen=True, slots=True)
 class CaseRequest:
@@ -251,10 +254,15 @@ def _offload(
     if not obj:
         return None, TransferTime(), TransferTime()
     fields = _Fields(obj, name, "config.kv_offload")
+    extra = _Fields(fields.take("extra", _object, {}), name, "config.kv_offload.extra")
+    extra.take("eviction_policy", _one_of("lru"), "lru")
     offload = KVOffload(
         cpu_blocks=fields.take("cpu_blocks", _count(1)),
         blocks_per_chunk=fields.take("blocks_per_chunk", _count(1), 1),
+        offload_prompt_only=extra.take("offload_prompt_only", _flag, True),
+        store_threshold=extra.take("store_threshold", _count(0), 0),
     )
+    extra.nothing_left()
     times = []
     for channel in ("load", "store"):
         where = f"config.kv_offload.{channel}"
@@ -263,8 +271,6 @@ def _offload(
             TransferTime(parts.take("base", _seconds, 0.0), parts.take("per_block", _seconds, 0.0))
         )
         parts.nothing_left()
-    extra = _Fields(fields.take("extra", _object, {}), name, "config.kv_offload.extra")
-    extra.nothing_left()
     fields.nothing_left()
     return offload, times[0], times[1]
 

@@ -24,6 +24,8 @@ class KVOffload:
 
     cpu_blocks: int
     blocks_per_chunk: int = 1
+    offload_prompt_only: bool = True  # generated tokens are not offloaded (vLLM's default)
+    store_threshold: int = 0  # offers of a chunk before it is stored; below 2: the first one
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,9 @@ class SchedulerConfig:
     pipeline_parallel_size: int = 1
     v2_model_runner: bool = True
     kv_groups: tuple[KVGroup, ...] = (KVGroup(),)
-    prefix_cache_retention_interval: int | None = 0  # None: sliding windows cached at every boundary
+    prefix_cache_retention_interval: int | None = (
+        0  # None: sliding windows cached at every boundary
+    )
     kv_offload: KVOffload | None = None
     # V0 (0.8.5) only
     num_cpu_blocks: int = 0

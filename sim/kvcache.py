@@ -37,7 +37,7 @@ class KVCache:
         # One slot holds one token of one group. Blocks shared by several requests count once.
         self.slots_used = 0
         self._last_block_first = self.caching or not rules.frees_in_table_order
-        self._no_hit = Hit(tuple([] for _ in self.groups), 0)
+        self.no_hit = Hit(tuple([] for _ in self.groups), 0)
         self._single = len(self.groups) == 1 and self.groups[0].window is None
         sizes = [group.block_size for group in self.groups]
         # Hits and registrations end where a block of every group ends.
@@ -54,14 +54,14 @@ class KVCache:
     def lookup(self, request: Request) -> Hit:
         """The longest cached prefix of a request. At least one token is left to compute (spec 5.4)."""
         if not self.caching:
-            return self._no_hit
+            return self.no_hit
         limit = request.num_tokens - 1
         assert request.keys is not None
         keys = request.keys.upto(request.num_tokens)
         if len(self.groups) == 1:
             request.shared_prefix_end = 0
             tables, tokens = self._find(self._kinds[0], keys, limit)
-            return Hit(tables, tokens) if tokens else self._no_hit
+            return Hit(tables, tokens) if tokens else self.no_hit
         return self._lookup_all_kinds(request, keys, limit)
 
     def _lookup_all_kinds(self, request: Request, keys: list[int], limit: int) -> Hit:
@@ -94,7 +94,7 @@ class KVCache:
                 del tables[group.index][-(-hit // group.block_size) :]
         # A prefix that another group holds further: worth keeping when this request computes it.
         request.shared_prefix_end = longest if longest > hit else 0
-        return Hit(tables, hit) if hit else self._no_hit
+        return Hit(tables, hit) if hit else self.no_hit
 
     def _find(self, kind: list[Group], keys: list[int], limit: int) -> tuple[list[list[int]], int]:
         """Hit blocks of the groups of one kind within `limit` tokens, and the tokens they cover."""
@@ -168,7 +168,7 @@ class KVCache:
     def grow(self, request: Request, num_new_tokens: int) -> bool:
         """Slots for `num_new_tokens` more tokens of a running request, or False and nothing changed."""
         if not self._single:
-            return self.allocate(request, num_new_tokens, self._no_hit)
+            return self.allocate(request, num_new_tokens, self.no_hit)
         table = request.tables[0]
         block_size = self.groups[0].block_size
         total = request.num_computed_tokens + num_new_tokens
@@ -210,7 +210,7 @@ class KVCache:
         need = self._blocks_needed(request, slots, hit, local + external_tokens)
         if need + watermark > pool.num_free - reserved:
             return False
-        if hit is not self._no_hit or external_tokens:
+        if hit is not self.no_hit or external_tokens:
             self._adopt(request, hit, local, external_tokens)
         for group in self.groups:
             table = request.tables[group.index]
@@ -242,7 +242,7 @@ class KVCache:
         """Blocks a request must still get until all its known tokens are computed (spec 9.3)."""
         whole = min(request.num_tokens, self.max_model_len)
         return self._blocks_needed(
-            request, whole, self._no_hit, request.num_computed_tokens, capped=True
+            request, whole, self.no_hit, request.num_computed_tokens, capped=True
         )
 
     def _blocks_needed(

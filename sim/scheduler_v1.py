@@ -6,6 +6,8 @@ sections 2, 3, 6, 7). No clock and no I/O.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vsim.errors import UserError
@@ -13,8 +15,9 @@ from vsim.sim.block_keys import BlockKeys, KeyTable
 from vsim.sim.config import SchedulerConfig
 from vsim.sim.content import joined, output_run, trace_prompt
 from vsim.sim.kvcache import Hit, KVCache
+from vsim.sim.offload import OffloadTier
 from vsim.sim.victims import VictimRule, last_admitted, least_urgent
-from vsim.sim.request import FINISHED, PREEMPTED, RUNNING, Request
+from vsim.sim.request import FINISHED, LOADING, PREEMPTED, RUNNING, WAITING, Request
 from vsim.sim.step import Step, StepOutput
 from vsim.sim.versions import v1_rules
 from vsim.sim.waiting import ArrivalQueue, PriorityQueue, WaitingQueue
@@ -86,9 +89,12 @@ class SchedulerV1:
         self.config = config
         self.cache = KVCache(config, rules)
         self.running: list[Request] = []
-        self.waiting: WaitingQueue = (
-            PriorityQueue() if config.policy == "priority" else ArrivalQueue()
-        )
+        new_queue = PriorityQueue if config.policy == "priority" else ArrivalQueue
+        self.waiting: WaitingQueue = new_queue()
+        # Requests that hold blocks while they wait (CPU offload only): always looked at first, so that none
+        # of them sits behind a request that its blocks would let in.
+        self.waiting_with_blocks: WaitingQueue = new_queue()
+        self.offload = OffloadTier(config, self.cache) if config.kv_offload is not None else None
         self.num_preemptions = 0
         self.recomputed_tokens = 0
         self.prefix_queries = self.prefix_hits = 0  # tokens, first admissions
@@ -102,7 +108,18 @@ class SchedulerV1:
         self._reserve_full_isl = config.scheduler_reserve_full_isl and rules.reserve_full_isl
         self._watermark = self.cache.watermark_blocks if rules.has_watermark else 0
         self._step_number = 0
-        self._finish_to_announce = False
+        self._finished: list[int] = []  # since the last schedule(), to be announced to the workers
+        # CPU offload only:
+        self._loaded: set[int] = set()  # requests whose load was reported
+        self._prefilling: set[Request] = set()  # admitted, prompt or load not through yet
+        # A copy to the CPU may still read, or a load write, what a batch in flight uses: with several
+        # batches in flight freed blocks return to the pool only when these batches have completed.
+        self._defers_frees = self.offload is not None and config.max_concurrent_batches > 1
+        self._deferred: deque[tuple[int, list[int]]] = (
+            deque()
+        )  # (last batch that may use them, blocks)
+        self._num_batches = 0
+        self._num_completed_batches = 0
 
     # --- arrivals --------------------------------------------------------------------------------------
 
@@ -143,6 +160,8 @@ class SchedulerV1:
             tracked.keys = BlockKeys(self._key_table, runs)
         self._requests[request.index] = tracked
         self.waiting.push(tracked)
+        if self.offload is not None:
+            self.offload.add(tracked)
         return None
 
     # --- scheduling ------------------------------------------------------------------------------------
@@ -155,7 +174,7 @@ class SchedulerV1:
         self._schedule_running(draft, prefill_cap)
         if draft.preempted:
             # It would hand back the blocks that were just taken.
-            draft.blocked_by = "preempted_step" if self.waiting else None
+            draft.blocked_by = "preempted_step" if self.num_waiting else None
         else:
             self._schedule_waiting(draft, prefill_cap)
         return self._commit(draft)
@@ -199,6 +218,8 @@ class SchedulerV1:
                 continue
             while not grow(request, num_new):
                 victim = self._victim(running)
+                if not self._can_free(victim):
+                    return  # its blocks would not come back before a batch in flight has completed
                 place = len(running) - 1 if running[-1] is victim else running.index(victim)
                 del running[place]
                 if place < position:
@@ -213,22 +234,32 @@ class SchedulerV1:
 
     def _schedule_waiting(self, draft: _Draft, prefill_cap: int) -> None:
         """Admit from the head of the queue until something refuses (spec section 3)."""
-        waiting = self.waiting
         skipped: list[Request] = []
-        while waiting:
+        while True:
+            queue = self.waiting_with_blocks or self.waiting
+            if not queue:
+                break
             if draft.token_budget <= 0 or draft.input_budget <= 0:
                 draft.blocked_by = "token_budget"
                 break
             if len(self.running) >= self._max_running:
                 draft.blocked_by = "max_num_seqs"
                 break
-            request = waiting.head()
-            if request.num_stale_tokens:
-                # Its tokens from before the preemption must arrive first; others need not wait for that.
-                skipped.append(waiting.pop())
+            request = queue.head()
+            if not self._is_ready(request):
+                skipped.append(queue.pop())
                 continue
-            hit = self.cache.lookup(request)
-            num_new = request.num_tokens - hit.tokens
+            hit, external = self._cached_prefix(request)
+            if external is None:
+                skipped.append(queue.pop())
+                continue
+            if external:
+                draft.blocked_by = self._start_load(request, hit, external)
+                if draft.blocked_by:
+                    break
+                skipped.append(queue.pop())
+                continue
+            num_new = request.num_tokens - hit.tokens - request.num_computed_tokens
             if 0 < prefill_cap < num_new:
                 num_new = prefill_cap
             budget = min(draft.token_budget, draft.input_budget)
@@ -239,27 +270,76 @@ class SchedulerV1:
             draft.blocked_by = self._allocate_first(request, hit, num_new)
             if draft.blocked_by:
                 break
-            waiting.pop()
+            queue.pop()
             self._admit(draft, request, hit, num_new)
-        waiting.put_back(skipped)
+        self.waiting_with_blocks.put_back([r for r in skipped if _holds_blocks(r)])
+        self.waiting.put_back([r for r in skipped if not _holds_blocks(r)])
 
-    def _allocate_first(self, request: Request, hit: Hit, num_new: int) -> str | None:
+    def _is_ready(self, request: Request) -> bool:
+        """Can a waiting request be looked at, or must it wait for something that others need not await?"""
+        if request.status == LOADING:
+            if request.index not in self._loaded:
+                return False
+            self._loaded.remove(request.index)
+            self.cache.register(request, request.num_computed_tokens)
+            # The last token is computed again: somebody has to say the next one.
+            request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+            request.status = PREEMPTED if request.num_preemptions else WAITING
+        # Output from before its preemption must arrive first.
+        return not request.num_stale_tokens
+
+    def _cached_prefix(self, request: Request) -> tuple[Hit, int | None]:
+        """What the GPU holds of a request, and the tokens that the CPU could add (None: not known yet)."""
+        if request.num_computed_tokens:
+            return self.cache.no_hit, 0  # it comes from a load, with its blocks
+        hit = self.cache.lookup(request)
+        return hit, 0 if self.offload is None else self.offload.lookup(request, hit.tokens)
+
+    def _allocate_first(
+        self, request: Request, hit: Hit, num_new: int, external: int = 0
+    ) -> str | None:
         """Blocks for a waiting request's first chunk, or what stands against it (spec 3.6)."""
         cache = self.cache
         watermark = self._watermark if self.running else 0
-        if self._reserve_full_isl and not cache.fits_whole(request, hit, watermark):
-            fits = cache.fits_chunk(request, hit, num_new, watermark)
+        if self._reserve_full_isl and not cache.fits_whole(request, hit, watermark, external):
+            fits = not external and cache.fits_chunk(request, hit, num_new, watermark)
             return "full_prompt" if fits else "kv_full"
-        return None if cache.allocate(request, num_new, hit, watermark=watermark) else "kv_full"
+        # A load makes no progress while it holds blocks: it must not take those that others count on.
+        reserved = sum(map(cache.blocks_to_finish_prefill, self._prefilling)) if external else 0
+        fits = cache.allocate(
+            request,
+            num_new,
+            hit,
+            external_tokens=external,
+            watermark=watermark,
+            reserved=reserved,
+            register=not external,
+        )
+        return None if fits else "kv_full"
 
     def _admit(self, draft: _Draft, request: Request, hit: Hit, num_new: int) -> None:
-        self._count_lookup(request, hit)
+        if not request.num_computed_tokens:
+            self._count_lookup(request, hit)
+            request.num_computed_tokens = hit.tokens
         (draft.resumed if request.scheduled_once else draft.new).append(request.index)
         request.scheduled_once = True
         request.status = RUNNING
-        request.num_computed_tokens = hit.tokens
         self.running.append(request)
         draft.give(request, num_new)
+        if self.offload is not None and request.num_computed_tokens + num_new < request.num_tokens:
+            self._prefilling.add(request)
+
+    def _start_load(self, request: Request, hit: Hit, external: int) -> str | None:
+        """Blocks for what the CPU holds of a request, which then waits for the copy (spec 9.2)."""
+        assert self.offload is not None
+        blocked_by = self._allocate_first(request, hit, 0, external)
+        if blocked_by is None:
+            self.offload.start_load(request, external)
+            self._count_lookup(request, hit)
+            request.status = LOADING
+            request.num_computed_tokens = hit.tokens + external
+            self._prefilling.add(request)
+        return blocked_by
 
     def _count_lookup(self, request: Request, hit: Hit) -> None:
         if not self.cache.caching:
@@ -273,7 +353,8 @@ class SchedulerV1:
 
     def _preempt(self, request: Request) -> None:
         """Throw away a running request's KV; it starts over from the waiting queue (spec 6.4)."""
-        self.cache.free(request)
+        self._free(request)
+        self._prefilling.discard(request)
         request.high_water = max(request.high_water, request.num_computed_tokens)
         request.status = PREEMPTED
         request.num_computed_tokens = 0
@@ -288,6 +369,11 @@ class SchedulerV1:
         """Take the step as scheduled: from here on its tokens count as computed."""
         num_computed: list[int] = []
         emits: list[bool] = []
+        transfers = None
+        if self.offload is not None:
+            transfers = self.offload.transfers(draft.tokens, draft.preempted, self._finished)
+        if draft.tokens:
+            self._num_batches += 1
         next_decode_step = 0
         if self.config.async_scheduling and self.config.v2_model_runner:
             next_decode_step = self._step_number + self.config.pipeline_parallel_size
@@ -298,13 +384,18 @@ class SchedulerV1:
                 self.recomputed_tokens += min(before + num_tokens, request.high_water) - before
             after = request.num_computed_tokens = before + num_tokens
             request.num_in_flight_tokens += num_tokens
+            request.last_batch = self._num_batches
             # The last known token (or the one in flight) is computed: the model says the next one.
             says_a_token = after >= request.num_tokens + request.num_placeholders
             emits.append(says_a_token)
             if says_a_token and self.config.async_scheduling:
                 request.num_placeholders += 1
                 request.next_decode_step = next_decode_step
-        self._finish_to_announce = False
+        if self._prefilling:
+            self._prefilling.difference_update(
+                request for request, emit in zip(draft.tokens, emits, strict=True) if emit
+            )
+        self._finished = []
         return Step(
             requests=[request.index for request in draft.tokens],
             num_tokens=list(draft.tokens.values()),
@@ -314,12 +405,19 @@ class SchedulerV1:
             resumed=draft.resumed,
             emits=emits,
             blocked_by=draft.blocked_by,
+            transfers=transfers,
         )
 
     # --- output ----------------------------------------------------------------------------------------
 
-    def complete(self, step: Step) -> StepOutput:
-        """Take in the tokens of a step that ran; steps complete in the order they were scheduled."""
+    def complete(self, step: Step, ended_transfers: Sequence[int] = ()) -> StepOutput:
+        """Take in the tokens of a step that ran; steps complete in the order they were scheduled.
+
+        `ended_transfers`: jobs of `Step.transfers` that the worker reports with this step.
+        """
+        if step.requests:
+            self._num_completed_batches += 1
+            self._free_deferred()
         output = StepOutput(emitted=[], finished=[])
         requests = self._requests
         is_async = self.config.async_scheduling
@@ -351,40 +449,59 @@ class SchedulerV1:
                 output.finished.append(index)
                 finished.append(request)
                 self._finish(request)
-        self._leave_queues(finished)
+        if len(output.finished) == 1 and finished[0] in self.running:
+            self.running.remove(finished[0])
+        elif finished:
+            self.running = [request for request in self.running if request.status != FINISHED]
+        if self.offload is not None and ended_transfers:
+            self._loaded.update(self.offload.complete(ended_transfers))
         return output
 
     def _finish(self, request: Request) -> None:
-        self.cache.free(request)
+        was_running = request.status == RUNNING
+        request.status = FINISHED
+        if not was_running:
+            self.waiting.remove(request)
+        self._prefilling.discard(request)
+        if self.offload is not None:
+            self.offload.request_finished(request)
+        self._free(request)
         del self._requests[request.index]
-        self._finish_to_announce = True
+        self._finished.append(request.index)
 
-    def _leave_queues(self, finished: list[Request]) -> None:
-        """Take finished requests out of the running list, or of the queue they were sent back to."""
-        if not finished:
+    def _can_free(self, request: Request) -> bool:
+        return not self._defers_frees or request.last_batch <= self._num_completed_batches
+
+    def _free(self, request: Request) -> None:
+        """Give back a request's blocks: now, or once no batch in flight can touch them (spec 9.5)."""
+        if self._can_free(request):
+            self.cache.free(request)
             return
-        for request in finished:
-            if request.status != RUNNING:
-                self.waiting.remove(request)
-            request.status = FINISHED
-        if len(finished) == 1 and finished[0] in self.running:
-            self.running.remove(finished[0])
-        else:
-            self.running = [request for request in self.running if request.status != FINISHED]
+        blocks = self.cache.detach(request)
+        if blocks:
+            self._deferred.append((self._num_batches, blocks))
+
+    def _free_deferred(self) -> None:
+        while self._deferred and self._deferred[0][0] <= self._num_completed_batches:
+            self.cache.free_detached(self._deferred.popleft()[1])
 
     # --- state -----------------------------------------------------------------------------------------
 
     def has_requests(self) -> bool:
-        """Also true when a finish is still to be announced to the workers (spec 1.5)."""
-        return self._finish_to_announce or self.has_unfinished_requests()
+        """Also true when a finish is still to be announced to the workers, or a copy is under way (1.5)."""
+        return (
+            bool(self._finished)
+            or self.has_unfinished_requests()
+            or (self.offload is not None and self.offload.has_jobs)
+        )
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self.running) or bool(self.waiting)
+        return bool(self.running) or self.num_waiting > 0
 
     @property
     def has_finish_to_announce(self) -> bool:
         """Will the next step tell the workers of finishes?"""
-        return self._finish_to_announce
+        return bool(self._finished)
 
     @property
     def num_running(self) -> int:
@@ -392,7 +509,7 @@ class SchedulerV1:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting)
+        return len(self.waiting) + len(self.waiting_with_blocks)
 
     @property
     def num_free_blocks(self) -> int:
@@ -417,3 +534,8 @@ class SchedulerV1:
             "preemptions": self.num_preemptions,
             "recomputed_tokens": self.recomputed_tokens,
         }
+
+
+def _holds_blocks(request: Request) -> bool:
+    """Does a request that is not running have blocks?"""
+    return request.status == LOADING or request.num_computed_tokens > 0

@@ -7,6 +7,19 @@ from dataclasses import dataclass, field
 from vsim.models.step import StepShape
 
 
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """Copies between GPU and CPU that the worker is told to make with a step (V1's CPU offload tier).
+
+    `loads`, `stores`: job number -> (request index, blocks). Stores are submitted only with the next step,
+    except those in `flush`: the step must not start before these have ended (spec 9.1, 9.2).
+    """
+
+    loads: dict[int, tuple[int, int]]
+    stores: dict[int, tuple[int, int]]
+    flush: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class Step:
     """The outcome of one `schedule()` call. Lists run in schedule order; entries are request indices.
@@ -30,6 +43,8 @@ class Step:
     # Why the head of the waiting queue was not admitted in this step (scheduler_v1.BLOCKED_BY); None: the
     # queue was empty when scheduling ended.
     blocked_by: str | None = None
+    # V1 with a CPU offload tier only; transfers.CopyChannels times them.
+    transfers: Transfers | None = None
 
     @property
     def total_tokens(self) -> int:
@@ -56,4 +71,6 @@ class StepOutput:
 
     emitted: list[int]  # produced one token each
     finished: list[int]  # ended with this step's token
-    wasted: list[int] = field(default_factory=list)  # had already ended (async scheduling after EOS)
+    wasted: list[int] = field(
+        default_factory=list
+    )  # had already ended (async scheduling after EOS)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vsim.sim.case import Case, CaseRequest
 from vsim.sim.scheduler_v1 import SchedulerV1
 from vsim.sim.step import Step
+from vsim.sim.transfers import CopyChannels
 
 Record = dict[str, Any]
 
@@ -36,7 +37,7 @@ class _Batch:
     step: Step
     record: Record
     end: float
-    transfers_reported: bool = False
+    ended_transfers: list[int] = field(default_factory=list)
 
 
 class _Run:
@@ -54,6 +55,10 @@ class _Run:
         self.ids = [request.id for request in case.requests]
         self.stats: dict[int, Record] = {}
         self.rejected: list[str] = []
+        self.channels: CopyChannels | None = None
+        if case.config.kv_offload is not None:
+            load, store = case.load_time, case.store_time
+            self.channels = CopyChannels(load.seconds, store.seconds)
         self.stalled = False
         self.num_steps = 0
 
@@ -72,7 +77,7 @@ class _Run:
                 batch = self._launch(self._schedule())
                 executed = bool(batch.step.requests)
                 progressed = bool(
-                    executed or batch.step.preempted or batch.transfers_reported or announced
+                    executed or batch.step.preempted or batch.ended_transfers or announced
                 )
                 self.in_flight.append(batch)
                 if len(self.in_flight) < depth and (executed or scheduler.has_requests()):
@@ -148,6 +153,18 @@ class _Run:
         start = self.now
         if tokens:
             start = max(start, self.stage_free[0])
+        if self.channels is not None and batch.step.transfers is not None:
+            outcome = self.channels.start_step(batch.step.transfers, start)
+            start = outcome.start
+            batch.ended_transfers = outcome.ended
+            moved = {
+                "load": {self.ids[i]: blocks for i, blocks in outcome.loads.items()},
+                "store": {self.ids[i]: blocks for i, blocks in outcome.stores.items()},
+                "flush": list(batch.step.transfers.flush),
+                "recv": sorted(self.ids[i] for i in outcome.loaded),
+            }
+            if any(moved.values()):
+                record["xfer"] = {what: value for what, value in moved.items() if value}
         end = start
         dt = 0.0
         if tokens:
@@ -167,7 +184,7 @@ class _Run:
         """Wait for a batch and process its output."""
         self.now = max(self.now, batch.end)
         record, ids = batch.record, self.ids
-        output = self.scheduler.complete(batch.step)
+        output = self.scheduler.complete(batch.step, batch.ended_transfers)
         for index in output.emitted:
             stats = self.stats[index]
             stats["out"] += 1
@@ -197,6 +214,8 @@ class _Run:
         if progressed or not scheduler.has_unfinished_requests():
             return
         if any(batch.step.requests for batch in self.in_flight):
+            return
+        if self.channels is not None and self.channels.busy:
             return
         if not self.arrivals:
             self.stalled = True
