@@ -11,6 +11,7 @@ from typing import Any
 from vsim.errors import UserError
 from vsim.models.correction import Coefficients, CorrectedStepModel
 from vsim.models.domain import Domain
+from vsim.models.engine_steps import build_engine_steps
 from vsim.models.roofline import RooflineStepModel
 from vsim.models.step import StepModel
 from vsim.models.table_params import StepContext, build_tables
@@ -23,8 +24,8 @@ MAX_BYTES = 64 << 20  # no honest artifact comes near it
 class Calibration:
     """A step model with its birth certificate. Everything in it is JSON, nothing is code.
 
-    `kind` says how to read `params`: "tables", "roofline", "linear" or "corrected" (a prior of another
-    kind plus coefficients). `quality`: samples, held-out count, error on held-out steps, noise floor.
+    `kind` says how to read `params`: "tables", "roofline", "engine-steps" or "corrected" (a prior of
+    another kind plus coefficients). `quality`: samples, held-out count, error on held-out steps, noise floor.
     `provenance`: label, GPU, model, versions, hash of the samples, source, licence, assumptions.
     """
 
@@ -68,12 +69,16 @@ def build(kind: str, params: Mapping[str, Any], context: StepContext) -> StepMod
         return build_tables(params, context)
     if kind == "roofline":
         return RooflineStepModel(**params)
+    if kind == "engine-steps":
+        return build_engine_steps(params, context.block_size)
     if kind == "corrected":
         prior = params["prior"]
         return CorrectedStepModel(
             build(prior["kind"], prior["params"], context), Coefficients(**params["coefficients"])
         )
-    raise ValueError(f"unknown kind {kind!r}; this version knows tables, roofline, corrected")
+    raise ValueError(
+        f"unknown kind {kind!r}; this version knows tables, roofline, engine-steps, corrected"
+    )
 
 
 def read_calibration(path: Path) -> Calibration:

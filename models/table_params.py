@@ -22,6 +22,7 @@ class StepContext:
         1  # ranks that share the experts (TP x DP under --enable-expert-parallel)
     )
     largest_graph: int = 512
+    block_size: int | None = None  # None: the one that was measured
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
