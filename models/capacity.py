@@ -119,26 +119,32 @@ def _account(want: CapacityInput, stage: int) -> tuple[Term, ...]:
     version = parse_version(want.engine_version)
     ep = 2 if want.enable_expert_parallel and want.model.moe is not None else 1
     method = want.quantization.method if want.quantization else want.dtype
+    tp, pp = want.tensor_parallel_size, want.pipeline_parallel_size
     activation = activation_peak(
         want.model,
-        want.tensor_parallel_size,
+        want.gpu,
+        tp,
         ep,
         want.max_num_batched_tokens,
         want.max_num_seqs,
         DTYPE_BYTES[want.dtype],
+        want.engine,
+        version,
     )
+    if want.engine == "v1":
+        graphs = cuda_graphs(
+            want.gpu, want.enforce_eager, want.max_num_seqs, want.max_num_batched_tokens, version
+        )
+    else:
+        graphs = Term(
+            "CUDA graph estimate", 0, "formula", "V0 does not take graphs from the KV budget"
+        )
     return (
         Term("weights", weights, "formula", f"every tensor of the rank by its shape, {method}"),
         Term("RoPE tables", rope, "formula", "max positions x rotary dim, loaded with the weights"),
         activation,
-        non_torch(want.gpu, want.tensor_parallel_size, want.pipeline_parallel_size),
-        cuda_graphs(
-            want.gpu, want.enforce_eager, want.max_num_seqs, want.max_num_batched_tokens, version
-        )
-        if want.engine == "v1"
-        else Term(
-            "CUDA graph estimate", 0, "formula", "V0 does not take graphs from the KV budget"
-        ),
+        non_torch(want.gpu, tp, pp, want.engine, version),
+        graphs,
     )
 
 

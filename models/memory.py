@@ -46,16 +46,36 @@ def parse_version(text: str) -> Version:
     return tuple(numbers)
 
 
+def sampling_copies(gpu: Gpu, engine: str, version: Version) -> float:
+    """32-bit copies of the (sequences x vocabulary) logits that the profile run's sampling holds at its peak.
+
+    9.65 with PyTorch's own top-k/top-p (sorted values, 64-bit indices, cumulative sums): public logs of 0.6 to
+    0.14 give 9.6 to 9.8 for 256 and 1,024 sequences alike. 3.8 with the FlashInfer sampler (0.19 on an H100)
+    and with model runner V2 (3.4 in 0.3x); docs/capacity.md lists the logs.
+    """
+    if engine == "v0" or not version or version < (0, 16):
+        return 9.65
+    old = gpu.compute_capability is not None and gpu.compute_capability < (8, 0)
+    return 9.65 if old and version < (0, 30) else 3.8
+
+
 def activation_peak(
-    model: ModelSpec, tp: int, ep: int, tokens: int, seqs: int, dtype_bytes: int
+    model: ModelSpec,
+    gpu: Gpu,
+    tp: int,
+    ep: int,
+    tokens: int,
+    seqs: int,
+    dtype_bytes: int,
+    engine: str,
+    version: Version,
 ) -> Term:
     """Transient peak of the profile run: `tokens` tokens through the widest layer, or `seqs` rows of sampling.
 
     Forward: residual, normed input and output of the layer (3 x hidden) and the gate/up product with its
     activation (3 x intermediate of the rank; for routed layers per chosen expert). Compared with vllm#10517:
-    20,000 tokens of Llama 3.1 8B take 2.07 GiB, this gives 2.06 GiB.
-    Sampling: the logits in the model's dtype and 2.5 copies in 32 bits (temperature, softmax, sort), over the
-    whole vocabulary on every rank.
+    20,000 tokens of Llama 3.1 8B take 2.07 GiB, this gives 2.06 GiB. Sampling runs over the whole vocabulary
+    on every rank (`sampling_copies`).
     """
     hidden = model.hidden_size
     widths = [0]
@@ -71,49 +91,56 @@ def activation_peak(
     kv_heads = max(1, model.num_kv_heads // tp)
     widths.append((2 * heads + 2 * kv_heads) * model.head_size)
     forward = tokens * (3 * hidden + max(widths)) * dtype_bytes
-    sampling = round(seqs * model.vocab_size * (dtype_bytes + 2.5 * 4))
-    peak = max(forward, sampling)
-    what = (
-        f"forward of {tokens} tokens"
-        if forward >= sampling
-        else f"sampling for {seqs} sequences over {model.vocab_size} tokens"
-    )
-    return Term("activation peak", peak, "assumed", f"estimate, {what} (models/memory.py)")
+    copies = sampling_copies(gpu, engine, version)
+    sampling = round(min(seqs, tokens) * model.vocab_size * 4 * copies)
+    if forward >= sampling:
+        what = f"forward of {tokens} tokens"
+    else:
+        what = f"sampling: {copies:g} x {min(seqs, tokens)} sequences x {model.vocab_size} tokens x 4 B"
+    return Term("activation peak", max(forward, sampling), "assumed", f"estimate, {what}")
 
 
-def non_torch(gpu: Gpu, tp: int, pp: int) -> Term:
-    """CUDA modules, cuBLAS workspaces and, for more than one rank, NCCL's buffers."""
+def non_torch(gpu: Gpu, tp: int, pp: int, engine: str, version: Version) -> Term:
+    """CUDA modules and workspaces, and for more than one rank NCCL's and the all-reduce's buffers.
+
+    Public logs, one rank: 0.35 GiB up to 0.6.4 (which counted the context), 0.02 to 0.12 up to 0.12, 0.25 from
+    0.19 on (0.26 on an A100 with 0.31.0). More ranks: 1.4 to 1.8 over NVLink, 0.2 to 1.7 over PCIe.
+    """
     if gpu.platform == "cpu":
         return Term("non-torch memory", 0, "assumed", "the CPU backend has no device context")
-    base = 0.25 * GIB
-    nccl = 0.0 if tp * pp == 1 else (342 if tp * pp == 2 else 392) * (1 << 20)
-    source = "estimate: 0.25 GiB of kernels and workspaces"
-    if nccl:
-        source += f", {round(nccl / (1 << 20))} MiB of NCCL (aiconfigurator-core 0.12.0, nccl_mem)"
-    return Term("non-torch memory", round(base + nccl), "assumed", source)
+    if version and version < (0, 6, 5):
+        base = 0.35
+    elif engine == "v0" or (version and version < (0, 16)):
+        base = 0.1
+    else:
+        base = 0.25
+    source = f"estimate: {base} GiB of kernels and workspaces"
+    if tp * pp > 1:
+        links = 1.2 if gpu.nvlink_gb_s else 0.4
+        base += links
+        source += (
+            f", {links} GiB of communication buffers ({'NVLink' if gpu.nvlink_gb_s else 'PCIe'})"
+        )
+    return Term("non-torch memory", round(base * GIB), "assumed", source)
 
 
 def cuda_graphs(
     gpu: Gpu, enforce_eager: bool, max_num_seqs: int, max_num_batched_tokens: int, version: Version
 ) -> Term:
-    """The share that vLLM subtracts for CUDA graphs, from 0.21 on."""
+    """The share that vLLM subtracts for CUDA graphs, from 0.21 on.
+
+    Its estimate (not the memory later used, which is about half of it) in public logs of 7B-class models at
+    the default 512 captured tokens: 0.53, 0.58, 0.69, 0.83 GiB; MoE models on several ranks up to 5.
+    """
     if gpu.platform != "cuda" or enforce_eager:
         return Term("CUDA graph estimate", 0, "formula", "no graphs are captured")
     if version and version < (0, 21):
-        return Term(
-            "CUDA graph estimate",
-            0,
-            "formula",
-            "before vLLM 0.21 graphs are not taken from the KV budget",
-        )
+        why = "before vLLM 0.21 graphs are not taken from the KV budget"
+        return Term("CUDA graph estimate", 0, "formula", why)
     largest = capture_limit(gpu, max_num_seqs, max_num_batched_tokens)
-    estimate = round(0.6 * GIB * largest / 512)
-    return Term(
-        "CUDA graph estimate",
-        estimate,
-        "assumed",
-        f"estimate: 0.6 GiB at 512 captured tokens (public logs: 0.3 to 0.7), here up to {largest}",
-    )
+    estimate = round(0.65 * GIB * largest / 512)
+    what = f"estimate: 0.65 GiB at 512 captured tokens, here up to {largest}"
+    return Term("CUDA graph estimate", estimate, "assumed", what)
 
 
 def capture_limit(gpu: Gpu, max_num_seqs: int, max_num_batched_tokens: int) -> int:
