@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import simpy
@@ -109,8 +109,12 @@ class Replica:
     def _drain_inbox(self) -> None:
         now = int(self.env.now)
         while self._inbox and self._inbox[0][0] <= now:
-            _, index = self._inbox.popleft()
+            at, index = self._inbox.popleft()
+            sent = at - self._frontend_ns
             request = self.trace.request(index)
+            if sent != request.arrival_ns:
+                # Held back by the client (a gate, a turn before it): the engine sees when it came.
+                request = replace(request, arrival_ns=sent)
             refusal = None if self._front_end is None else self._front_end(request)
             if refusal is None:
                 refusal = self.scheduler.add(request)
