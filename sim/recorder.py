@@ -9,6 +9,7 @@ import numpy as np
 
 from vsim.sim.run import (
     FINISHED,
+    OPTIONAL_STEP_COLUMNS,
     REJECTED,
     REQUEST_COLUMNS,
     STEP_COLUMNS,
@@ -45,6 +46,8 @@ class Recorder:
         # Progress of prompts that are not through yet; a decode's progress follows from its output.
         self._chunk_end: dict[int, int] = {}
         self.steps = {name: array(_TYPECODE[kind]) for name, kind in STEP_COLUMNS.items()}
+        self.emitted = array("i")  # tokens per recorded step: the optional column of that name
+        self._last_emitted = 0
 
     def scheduled(self, step: Step, now: int) -> None:
         """`schedule()` returned `step` at `now`."""
@@ -80,6 +83,7 @@ class Recorder:
         """A step's outputs were processed at `now`."""
         last = self.last_token_ns
         gaps = self.itl
+        self._last_emitted = len(output.emitted)
         for index in output.emitted:
             self.output_tokens[index] += 1
             before = last[index]
@@ -105,6 +109,7 @@ class Recorder:
         """One row of `STEP_COLUMNS`."""
         for name, column in self.steps.items():
             column.append(row[name])
+        self.emitted.append(self._last_emitted)
 
     def request_columns(self, client: dict[str, Column]) -> dict[str, Column]:
         trace, n = self.trace, len(self.trace)
@@ -128,11 +133,12 @@ class Recorder:
         return {name: np.asarray(given[name], dtype=kind) for name, kind in REQUEST_COLUMNS.items()}
 
     def step_columns(self) -> dict[str, Column]:
+        dtypes = {**STEP_COLUMNS, "emitted": OPTIONAL_STEP_COLUMNS["emitted"]}
         return {
-            name: np.frombuffer(column, dtype=STEP_COLUMNS[name]).copy()
+            name: np.frombuffer(column, dtype=dtypes[name]).copy()
             if len(column)
-            else np.empty(0, dtype=STEP_COLUMNS[name])
-            for name, column in self.steps.items()
+            else np.empty(0, dtype=dtypes[name])
+            for name, column in {**self.steps, "emitted": self.emitted}.items()
         }
 
     def gaps(self) -> tuple[np.ndarray, np.ndarray]:

@@ -36,7 +36,6 @@ def render_report(run: Run, summary: Mapping[str, Any]) -> str:
         sections.append(_section("Tenants", tenants))
     sections += [
         _section("Trace", report_tables.two_columns(report_tables.trace_facts(run))),
-        _section("Assumptions", _list(run.assumptions)),
         _section("Configuration", report_tables.settings_table(run.config)),
         _section("Provenance", report_tables.settings_table(run.provenance)),
     ]
@@ -85,7 +84,7 @@ def _page(
         '<meta name="color-scheme" content="light dark">'
         f"<title>{esc(title or kind)} – vsim</title><style>{_asset('report.css')}</style></head>\n"
         f"<body><header><p class=kind>{kind} · vsim</p><h1>{esc(title or kind)}</h1>"
-        f"{early}<p class=lead>{words}</p>"
+        f"{early}<p class=lead>{words}</p>{_assumptions(run.assumptions)}"
         f"<div class=tiles>{report_tables.tiles(summary)}</div></header>\n<main>"
         + "\n".join(sections)
         + "</main>\n<footer>Latencies are on the client's clock and defined as in "
@@ -104,10 +103,16 @@ def _grid(found: Sequence[Chart], ids: Sequence[str]) -> str:
     return f"<div class=grid2>{''.join(shown)}</div>" if shown else ""
 
 
-def _list(sentences: Sequence[str]) -> str:
+def _assumptions(sentences: Sequence[str]) -> str:
+    """What the numbers rest on, right below them: open, unless it would fill the screen."""
     if not sentences:
-        return "<p class=empty>None recorded.</p>"
-    return "<ul>" + "".join(f"<li>{esc(sentence)}</li>" for sentence in sentences) + "</ul>"
+        return ""
+    items = "".join(f"<li>{esc(sentence)}</li>" for sentence in sentences)
+    count = "1 assumption" if len(sentences) == 1 else f"{len(sentences)} assumptions"
+    state = " open" if len(sentences) <= 5 else ""
+    return (
+        f"<details{state}><summary>{count} behind these numbers</summary><ul>{items}</ul></details>"
+    )
 
 
 def _asset(name: str) -> str:

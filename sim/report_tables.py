@@ -134,7 +134,7 @@ def engine_table(summary: Mapping[str, Any]) -> str:
         ),
         (
             "Preemptions",
-            f"{number(s['preemptions'])} of {number(s['preempted_requests'])} requests",
+            f"{number(s['preemptions'])} ({number(s['preempted_requests'])} requests)",
         ),
         ("Tokens recomputed", number(s["recomputed_tokens"])),
         ("Engine steps", number(s["num_steps"])),

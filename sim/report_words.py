@@ -12,7 +12,7 @@ from vsim.sim.run import Run
 from vsim.sim.summary import setting
 from vsim.sim.text import duration, number, percent, short
 
-FULL = 0.97  # of the KV blocks: a prompt of any length no longer fits
+FULL = 0.9  # of the KV blocks: a waiting prompt, which must fit whole, often doesn't
 
 
 def paragraph(run: Run, summary: Mapping[str, Any]) -> list[str]:
@@ -79,7 +79,7 @@ def _shortage(run: Run, s: Mapping[str, Any]) -> list[str]:
     seats = setting(run.config, "max_num_seqs")
     budget = setting(run.config, "max_num_batched_tokens")
     causes = {
-        "the KV cache was full": steps["kv_blocks_used"] >= FULL * run.num_gpu_blocks,
+        "the KV cache was at least 90 % full": steps["kv_blocks_used"] >= FULL * run.num_gpu_blocks,
         f"all {number(seats)} seats (max_num_seqs) were taken": (
             steps["running"] >= seats if isinstance(seats, int) else np.zeros(len(waiting), bool)
         ),

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vsim.errors import UserError
-from vsim.sim.run import REQUEST_COLUMNS, STEP_COLUMNS, Column, Run
+from vsim.sim.run import OPTIONAL_STEP_COLUMNS, REQUEST_COLUMNS, STEP_COLUMNS, Column, Run
 from vsim.sim.summary import summary_json
 
 SCHEMA = "vsim/run/1"
@@ -94,7 +94,7 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
     base = Path(folder)
     head = _read_head(base)
     requests = _read_columns(base / REQUESTS, REQUEST_COLUMNS)
-    steps = _read_columns(base / TIMELINE, STEP_COLUMNS)
+    steps = _read_columns(base / TIMELINE, STEP_COLUMNS, OPTIONAL_STEP_COLUMNS)
     itl = _read_columns(base / ITL, {"itl_ns": "int64", "count": "int64"})
     try:
         if head["origin"] not in ("simulated", "measured"):
@@ -205,8 +205,11 @@ def _write_columns(path: Path, columns: Mapping[str, Column]) -> None:
     )
 
 
-def _read_columns(path: Path, needed: Mapping[str, str]) -> dict[str, Column]:
-    """Columns of a Parquet file as arrays; those in `needed` in that order and dtype, then any others."""
+def _read_columns(
+    path: Path, needed: Mapping[str, str], optional: Mapping[str, str] | None = None
+) -> dict[str, Column]:
+    """Columns of a Parquet file: all of `needed`, in that order and dtype, then any others there are."""
+    optional = optional or {}
     try:
         table = pq.read_table(path)
     except FileNotFoundError:
@@ -219,7 +222,7 @@ def _read_columns(path: Path, needed: Mapping[str, str]) -> dict[str, Column]:
         if name not in table.column_names:
             raise UserError(f"{path}: column {name} is missing; this is not a {SCHEMA} file")
         values = table.column(name).to_numpy()
-        wanted = needed.get(name)
+        wanted = needed.get(name) or optional.get(name)
         if values.dtype.kind not in "iu" and wanted is not None and len(values):
             raise UserError(f"{path}: column {name} holds {values.dtype}, expected {wanted}")
         columns[name] = np.ascontiguousarray(values, dtype=wanted)

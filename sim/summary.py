@@ -76,6 +76,7 @@ def summarize(
         "schema": SCHEMA,
         "origin": run.origin,
         "ended_early": run.ended_early,
+        "assumptions": list(run.assumptions),
         "percentiles": list(asked),
         "goodput_slo_ms": slo or None,
         "goodput_fraction": (
