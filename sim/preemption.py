@@ -1,30 +1,20 @@
-"""Who gives way when KV blocks run out, and how: rules as functions.
+"""Who gives way when V0's KV blocks run out, and how: rules as functions. (V1's victim rules: victims.py.)
 
 A `PreemptionRule` looks at a victim and says "recompute" (drop its KV, prefill again later) or "swap" (move
-its KV to the CPU and back). A `VictimRule` looks at the candidates and says which one. vLLM 0.8.5's own are
-`auto` and `last_in_queue`; V1 (0.32) knows recompute alone.
+its KV to the CPU and back). A `VictimRule` picks the victim among the running requests that are not yet part
+of the step. vLLM 0.8.5's own are `auto` and `last_in_queue`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from vsim.errors import UserError
+from vsim.sim.request_v0 import RequestV0
 
 PreemptionMode = Literal["recompute", "swap"]
-
-
-class Candidate(Protocol):
-    """A running request as far as a victim rule may see it."""
-
-    num_tokens: int  # prompt and output known so far
-    num_computed_tokens: int
-    num_preemptions: int
-    priority: int
-    arrival: float
-    table: list[int]  # blocks held
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +34,7 @@ class Victim:
 
 
 PreemptionRule = Callable[[Victim], PreemptionMode]
-VictimRule = Callable[[Sequence[Candidate]], int]
+VictimRule = Callable[[Sequence[RequestV0]], RequestV0]
 
 
 def recompute(victim: Victim) -> PreemptionMode:
@@ -93,21 +83,21 @@ def preemption_rule(
     return swap if mode == "swap" else recompute
 
 
-def last_in_queue(running: Sequence[Candidate]) -> int:
+def last_in_queue(running: Sequence[RequestV0]) -> RequestV0:
     """vLLM's choice: the tail of the running queue."""
-    return len(running) - 1
+    return running[-1]
 
 
-def most_blocks(running: Sequence[Candidate]) -> int:
-    """Frees most at once; the later one where two hold equally many."""
-    return max(range(len(running)), key=lambda k: (len(running[k].table), k))
+def most_blocks(running: Sequence[RequestV0]) -> RequestV0:
+    """Frees most at once; of equals the one further back."""
+    return max(reversed(running), key=lambda request: len(request.table))
 
 
-def fewest_computed(running: Sequence[Candidate]) -> int:
-    """Throws least work away; the later one where two have computed equally much."""
-    return min(range(len(running)), key=lambda k: (running[k].num_computed_tokens, -k))
+def fewest_computed(running: Sequence[RequestV0]) -> RequestV0:
+    """Throws least work away; of equals the one further back."""
+    return min(reversed(running), key=lambda request: request.num_computed_tokens)
 
 
-def least_preempted(running: Sequence[Candidate]) -> int:
-    """Spreads the harm: whoever was preempted least often, the later one of equals."""
-    return min(range(len(running)), key=lambda k: (running[k].num_preemptions, -k))
+def least_preempted(running: Sequence[RequestV0]) -> RequestV0:
+    """Spreads the harm: whoever was preempted least often; of equals the one further back."""
+    return min(reversed(running), key=lambda request: request.num_preemptions)
