@@ -14,9 +14,14 @@ from vsim.errors import UserError
 # The line stands here so that `vsim --help` imports no command, no numpy and no pandas.
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "replay": ("replay", "replay", "Replay a trace through a simulated vLLM and report the tails."),
-    "capacity": ("capacity", "capacity", "How many KV-cache blocks fit, term by term, as vLLM sizes them."),
+    "capacity": (
+        "capacity",
+        "capacity",
+        "How many KV-cache blocks fit, term by term, as vLLM sizes them.",
+    ),
     "trace": ("trace", "trace", "Inspect, convert and generate request traces."),
     "validate": ("validate", "validate", "Predict a real vLLM run and print the error."),
+    "calibrate": ("calibrate", "calibrate", "Time real vLLM on this device and fit a step model."),
     "debug": ("debug", "debug", "See what the scheduler decided, step by step."),
     "catalog": ("catalog", "catalog", "List the bundled GPUs, models and profiles, with sources."),
 }
@@ -32,7 +37,9 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module, attribute, _ = COMMANDS[cmd_name]
-        command: click.Command = getattr(importlib.import_module(f"vsim.commands.{module}"), attribute)
+        command: click.Command = getattr(
+            importlib.import_module(f"vsim.commands.{module}"), attribute
+        )
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
