@@ -11,14 +11,19 @@ from vsim.models.kv_spec import KVCacheLayout, LayerKV, kv_layout
 from vsim.models.memory import (
     GIB,
     Term,
-    Version,
     activation_peak,
     cuda_graphs,
     non_torch,
-    parse_version,
 )
 from vsim.models.model_spec import ModelSpec
 from vsim.models.quantization import DTYPE_BYTES, Quantization, kv_state_bytes, weight_bytes
+from vsim.models.releases import (
+    group_size_ratio,
+    hybrid_allocator,
+    parse_version,
+    reserves_null_block,
+    tokens_from_concurrency,
+)
 from vsim.models.weights import parameters, rope_cache_bytes, stage_layers
 
 
@@ -78,18 +83,17 @@ class Capacity:
     weight_bytes: int
 
 
-def hybrid_allocator(engine: str, version: Version) -> bool:
-    """Do sliding-window layers free blocks behind their window (V1's hybrid KV cache manager, 0.10 on)?"""
-    return engine == "v1" and not (version and version < (0, 10))
-
-
 def layer_kv(want: CapacityInput) -> list[LayerKV]:
     """The KV cache of each layer on one rank."""
     model = want.model
     state = kv_state_bytes(model, want.kv_cache_dtype, want.dtype)
     heads = 1 if model.mla is not None else max(1, model.num_kv_heads // want.tensor_parallel_size)
     page = want.block_size * heads * state
-    return [LayerKV(x.attention, want.block_size, page, x.window) for x in model.layers]
+    layers = [LayerKV(x.attention, want.block_size, page, x.window) for x in model.layers]
+    if want.engine == "v0":
+        # V0 keeps every token of every layer.
+        layers = [LayerKV("full", x.block_size, x.page_bytes) if x.window else x for x in layers]
+    return layers
 
 
 def rank_weight_bytes(want: CapacityInput, stage: int) -> tuple[int, int]:
@@ -189,7 +193,9 @@ def size_kv_cache(want: CapacityInput) -> Capacity:
     """
     version = parse_version(want.engine_version)
     stages = stage_layers(want.model.num_layers, want.pipeline_parallel_size)
-    layout = kv_layout(layer_kv(want), stages, hybrid_allocator(want.engine, version))
+    layout = kv_layout(
+        layer_kv(want), stages, hybrid_allocator(want.engine, version), group_size_ratio(version)
+    )
     available, terms, requested = _available(want)
     if want.num_gpu_blocks_override is not None:
         # vLLM plans every check against what the override makes it allocate.
@@ -203,7 +209,7 @@ def size_kv_cache(want: CapacityInput) -> Capacity:
         num_blocks //= want.pipeline_parallel_size
         _check_v0(want, num_blocks)
     concurrency = layout.max_concurrency(num_blocks, max_model_len, want.in_flight_tokens)
-    if want.engine == "v1" and (not version or version >= (0, 21)):
+    if want.engine == "v1" and tokens_from_concurrency(version):
         tokens = int(concurrency * max_model_len)
     else:
         tokens = num_blocks // len(layout.groups) * want.block_size
@@ -232,8 +238,7 @@ def _check_fit(
 ) -> int:
     """V1's start-up check; returns max_model_len, shortened if it was to be fitted (-1)."""
     version = parse_version(want.engine_version)
-    # Since the null block was counted in (0.32), one block less is at a request's disposal.
-    spare = 1 if not version or version >= (0, 21) else 0
+    spare = 1 if reserves_null_block(version) else 0
     check = [
         have - spare * need for have, need in zip(available, layout.bytes_per_block, strict=True)
     ]

@@ -98,13 +98,15 @@ def _unify_pages(layers: list[LayerKV]) -> list[LayerKV]:
     return unified
 
 
-def kv_layout(layers: list[LayerKV], stages: list[range], hybrid: bool = True) -> KVCacheLayout:
+def kv_layout(
+    layers: list[LayerKV], stages: list[range], hybrid: bool = True, size_ratio: float = 1.5
+) -> KVCacheLayout:
     """Group the model's layers as vLLM does.
 
     `layers` in model order, `stages` the layer range of each pipeline stage. One group if all layers are
     alike (or `hybrid` is off: sliding-window layers then keep every token, as before vLLM 0.9). Otherwise
     each kind is cut into groups of g layers, g the count of the rarest kind (or of the commonest, if that
-    is less than 1.5 times as many), taken in turns so that pipeline stages stay balanced.
+    is less than `size_ratio` times as many), taken in turns so that pipeline stages stay balanced.
     """
     if not hybrid and len({(x.kind, x.window) for x in layers}) > 1:
         layers = [
@@ -122,7 +124,7 @@ def kv_layout(layers: list[LayerKV], stages: list[range], hybrid: bool = True) -
     for index, layer in enumerate(layers):
         buckets.setdefault((layer.kind, layer.window, layer.block_size), []).append(index)
     counts = [len(members) for members in buckets.values()]
-    size = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
+    size = max(counts) if max(counts) < size_ratio * min(counts) else min(counts)
     groups: list[KVCacheGroup] = []
     padding = 0
     for members in buckets.values():

@@ -11,9 +11,9 @@ from typing import Literal
 
 from vsim.models.hardware import Gpu
 from vsim.models.model_spec import ModelSpec
+from vsim.models.releases import Version, subtracts_cuda_graphs
 
 GIB = 1 << 30
-Version = tuple[int, ...]
 Origin = Literal["given", "formula", "measured", "assumed"]
 
 
@@ -29,21 +29,6 @@ class Term:
     @property
     def gib(self) -> float:
         return self.bytes / GIB
-
-
-def parse_version(text: str) -> Version:
-    """ "0.21.1rc2" -> (0, 21, 1); anything unreadable -> ()."""
-    numbers: list[int] = []
-    for part in text.lstrip("vV~ ").split("."):
-        digits = ""
-        for ch in part:
-            if not ch.isdigit():
-                break
-            digits += ch
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)
 
 
 def sampling_copies(gpu: Gpu, engine: str, version: Version) -> float:
@@ -134,7 +119,7 @@ def cuda_graphs(
     """
     if gpu.platform != "cuda" or enforce_eager:
         return Term("CUDA graph estimate", 0, "formula", "no graphs are captured")
-    if version and version < (0, 21):
+    if not subtracts_cuda_graphs(version):
         why = "before vLLM 0.21 graphs are not taken from the KV budget"
         return Term("CUDA graph estimate", 0, "formula", why)
     largest = capture_limit(gpu, max_num_seqs, max_num_batched_tokens)

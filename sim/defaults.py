@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from vsim.models.hardware import Gpu
-from vsim.models.memory import GIB, Version
-
-# (max_num_batched_tokens, max_num_seqs) of any other usage context (SchedulerConfig's class constants).
-OTHER_CONTEXT = (2048, 128)
+from vsim.models.memory import GIB
+from vsim.models.releases import Version, b200_server_tokens
 
 
-def batch_defaults(gpu: Gpu, usage: str, world_size: int) -> tuple[int, int, str]:
+def batch_defaults(
+    gpu: Gpu, usage: str, world_size: int, version: Version = ()
+) -> tuple[int, int, str]:
     """(max_num_batched_tokens, max_num_seqs, why) before any clipping.
 
     vLLM 0.32 engine/arg_utils.py, `get_batch_defaults`. `usage` is "server" (`vllm serve`) or "llm" (the
@@ -19,17 +19,12 @@ def batch_defaults(gpu: Gpu, usage: str, world_size: int) -> tuple[int, int, str
     if gpu.platform == "cpu":
         tokens, seqs = (4096, 256) if offline else (2048, 128)
         return tokens * world_size, seqs * world_size, "the CPU backend"
-    if gpu.memory_bytes >= 160 * GIB:
+    if gpu.memory_bytes >= 160 * GIB and b200_server_tokens(version):
         return 16384, 1024, f"{gpu.name} (160 GiB or more)"
     if gpu.memory_bytes >= 70 * GIB and "a100" not in gpu.device_name.lower():
         return (16384 if offline else 8192), 1024, f"{gpu.name} (70 GiB or more, not an A100)"
     kind = "an A100" if "a100" in gpu.device_name.lower() else "less than 70 GiB"
     return (8192 if offline else 2048), 256, f"{gpu.name} ({kind})"
-
-
-def gpu_memory_utilization(engine: str, version: Version) -> float:
-    """0.92 in 0.32, 0.9 in 0.19 and before (facts: 0.32 config/cache.py; start-up logs up to 0.20)."""
-    return 0.9 if engine == "v0" or (version and version < (0, 21)) else 0.92
 
 
 def block_size(gpu: Gpu, engine: str, mla: bool) -> tuple[int, str]:

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from vsim.errors import UserError
+from vsim.models import releases
 from vsim.models.capacity import Capacity, CapacityInput, size_kv_cache
 from vsim.models.hardware import Gpu, find_gpu
-from vsim.models.memory import GIB, parse_version
+from vsim.models.memory import GIB
 from vsim.models.model_spec import ModelSpec, load_model
 from vsim.models.quantization import (
     DTYPE_NAMES,
@@ -268,7 +269,7 @@ def resolve(
     if engine not in ("v1", "v0"):
         raise UserError(f"engine={engine!r} must be v1 or v0")
     release = engine_version or ("0.32.0" if engine == "v1" else "0.8.5")
-    version = parse_version(release)
+    version = releases.parse_version(release)
     if not version:
         raise UserError(f"engine_version={release!r} is not a vLLM release such as 0.32.0")
     usage = usage or "server"
@@ -292,7 +293,7 @@ def resolve(
     utilization = flags.take(
         "gpu_memory_utilization",
         gpu_memory_utilization,
-        defaults.gpu_memory_utilization(engine, version),
+        releases.gpu_memory_utilization(engine, version),
     )
     if not 0 < utilization <= 1:
         raise UserError(f"gpu_memory_utilization={utilization} must be in the range (0, 1]")
@@ -327,7 +328,16 @@ def resolve(
         )
         caching = flags.take("enable_prefix_caching", enable_prefix_caching, False)
     seqs, tokens = _batch(
-        flags, gpu, engine, usage, tp * pp, max_num_seqs, max_num_batched_tokens, chunked, length
+        flags,
+        gpu,
+        engine,
+        version,
+        usage,
+        tp * pp,
+        max_num_seqs,
+        max_num_batched_tokens,
+        chunked,
+        length,
     )
     policy = flags.take("scheduling_policy", scheduling_policy, "fcfs")
     if policy not in ("fcfs", "priority"):
@@ -371,7 +381,9 @@ def resolve(
             "long_prefill_token_threshold_adaptive", long_prefill_token_threshold_adaptive, False
         ),
         scheduler_reserve_full_isl=flags.take(
-            "scheduler_reserve_full_isl", scheduler_reserve_full_isl, engine == "v1"
+            "scheduler_reserve_full_isl",
+            scheduler_reserve_full_isl,
+            engine == "v1" and releases.reserves_full_prompt(version),
         ),
         watermark=flags.take("watermark", watermark, 0.0),
         async_scheduling=async_on,
@@ -395,7 +407,8 @@ def resolve(
             max_model_len=length,
             max_num_seqs=seqs,
             max_num_batched_tokens=tokens,
-            in_flight_tokens=config.max_concurrent_batches * tokens,
+            in_flight_tokens=tokens
+            * (config.max_concurrent_batches if releases.counts_batches_in_flight(version) else 1),
             gpu_memory_utilization=utilization,
             enforce_eager=eager,
             engine=engine,
@@ -448,6 +461,7 @@ def _batch(
     flags: _Flags,
     gpu: Gpu,
     engine: str,
+    version: tuple[int, ...],
     usage: str,
     world_size: int,
     seqs: int | None,
@@ -465,7 +479,7 @@ def _batch(
             flags.take("max_num_seqs", seqs, 256),
             flags.take("max_num_batched_tokens", tokens, default_tokens, why),
         )
-    default_tokens, default_seqs, why = defaults.batch_defaults(gpu, usage, world_size)
+    default_tokens, default_seqs, why = defaults.batch_defaults(gpu, usage, world_size, version)
     if tokens is None:
         admitted = seqs if seqs is not None else default_seqs
         if not chunked and length > default_tokens:
@@ -473,7 +487,7 @@ def _batch(
         if admitted * length < default_tokens:
             default_tokens, why = admitted * length, "max_num_seqs x max_model_len"
     resolved_tokens = flags.take("max_num_batched_tokens", tokens, default_tokens, why)
-    _, _, seq_why = defaults.batch_defaults(gpu, usage, world_size)
+    _, _, seq_why = defaults.batch_defaults(gpu, usage, world_size, version)
     if seqs is None and default_seqs > resolved_tokens:
         default_seqs, seq_why = resolved_tokens, "max_num_batched_tokens"
     return flags.take("max_num_seqs", seqs, default_seqs, seq_why), resolved_tokens
@@ -489,7 +503,7 @@ def _async_default(
         return bool(flags.compute("async_scheduling", False, "V0 has none"))
     if gpu.platform == "cpu":
         return bool(flags.compute("async_scheduling", False, "the CPU platform switches it off"))
-    on = version >= (0, 14)
+    on = releases.async_by_default(version)
     return bool(flags.take("async_scheduling", asked, on, "" if on else "releases before 0.14"))
 
 
