@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from typing import Any, ParamSpec, TypeVar, cast
@@ -26,11 +27,9 @@ class _NotFinite(Decimal):
     """NaN or Infinity as JSON writers wrongly spell them; kept, so that the complaint can name the field."""
 
 
-def _decoder() -> Callable[[str], Any]:
-    return json.JSONDecoder(parse_float=Decimal, parse_constant=_NotFinite).decode
-
-
-decode_json = _decoder()
+_decoder_object = json.JSONDecoder(parse_float=Decimal, parse_constant=_NotFinite)
+decode_json = _decoder_object.decode
+_SEPARATOR = re.compile(r"[\s,]*")
 
 
 def parse(raw: bytes) -> Any:
@@ -55,6 +54,9 @@ def read_rows(file: TraceFile, report: Report) -> Iterator[tuple[int, Row]]:
     A last line that ends in mid-JSON is left out with a sentence (writers die); anywhere else a line that
     isn't a JSON object is an error, or counted with `on_error="skip"`.
     """
+    if file.head.lstrip()[:1] == b"[":
+        yield from read_array(file, report)
+        return
     seen = 0
     for number, raw, is_last in file.lines():
         try:
@@ -73,6 +75,55 @@ def read_rows(file: TraceFile, report: Report) -> Iterator[tuple[int, Row]]:
             continue
         seen += 1
         yield number, row
+
+
+def read_array(file: TraceFile, report: Report) -> Iterator[tuple[int, Row]]:
+    """(line number, object) of each element of a file that is one JSON array.
+
+    Elements are decoded one by one, so that an array cut off in its middle still gives all that came before.
+    """
+    raw = file.document()
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if error.end < len(raw) - 4:
+            line = raw[: error.start].count(b"\n") + 1
+            report.fail(
+                "is not UTF-8; convert the file, for example iconv -f LATIN1 -t UTF-8", line
+            )
+        text = raw[: error.start].decode("utf-8")  # cut off within its last character
+    del raw
+    decode = _decoder_object.raw_decode
+    at = text.index("[") + 1
+    line, counted = 1, 0
+    seen = 0
+    while True:
+        start = _SEPARATOR.match(text, at).end()  # type: ignore[union-attr]
+        line += text.count("\n", counted, start)
+        counted = start
+        if text.startswith("]", start):
+            if text[start + 1 :].strip():
+                report.oddity(f"Text after the closing bracket (line {line}) is ignored.", line)
+            return
+        try:
+            row, at = decode(text, start)
+        except (ValueError, ArithmeticError, RecursionError) as error:
+            if not seen:
+                report.fail(f"is not JSON: {str(error)[:100]}", line)
+            report.oddity(
+                f"The file is cut off or damaged in element {seen + 1} (line {line}); "
+                "it and all after it are left out.",
+                line,
+            )
+            report.dropped["truncated_tail"] += 1
+            return
+        seen += 1
+        if not isinstance(row, dict):
+            report.bad_row(
+                line, f"element {seen} is a JSON {_kind(row)}, not an object with named fields"
+            )
+            continue
+        yield line, row
 
 
 def _kind(value: Any) -> str:

@@ -15,6 +15,15 @@ OnError = Literal["fail", "skip"]
 SHOWN_EXAMPLES = 5
 
 
+def printable(text: str) -> str:
+    """Text from a file, safe on a terminal and in a one-line message: control characters are escaped."""
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
+
+
 class RowError(ValueError):
     """One row can't be used; `str()` names field, value and rule."""
 
@@ -58,7 +67,7 @@ class Report:
 
     def fail(self, message: str, line: int | None = None) -> NoReturn:
         where = self.name if line is None else f"{self.name}:{line}"
-        raise UserError(f"{where}: {message}")
+        raise UserError(printable(f"{where}: {message}"))
 
     def bad_row(self, line: int, message: str) -> None:
         """A row that can't be used: an error, or skipped and counted with `on_error="skip"`."""
@@ -66,7 +75,7 @@ class Report:
             self.fail(f"{message}; --on-error skip leaves such rows out", line)
         self.dropped["bad_row"] += 1
         if len(self.skipped) < SHOWN_EXAMPLES:
-            self.skipped.append(f"{self.name}:{line}: {message}")
+            self.skipped.append(printable(f"{self.name}:{line}: {message}"))
 
     def enough(self, rows_with_output: int) -> bool:
         """Have so many usable rows been read that the limit is reached, and passed, whatever follows?"""
@@ -81,6 +90,7 @@ class Report:
         self.noticed_first.setdefault(kind, line)
 
     def assume(self, sentence: str) -> None:
+        sentence = printable(sentence)
         if sentence not in self.sentences:
             self.sentences.append(sentence)
 

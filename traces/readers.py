@@ -10,12 +10,23 @@ from typing import Literal
 import numpy as np
 
 from vsim.errors import UserError
-from vsim.traces import csv_formats, mooncake, own_jsonl, plain
+from vsim.traces import (
+    bench_serve,
+    csv_formats,
+    llmservingsim,
+    mooncake,
+    openai_batch,
+    otel,
+    own_jsonl,
+    plain,
+    servegen,
+    sharegpt,
+)
 from vsim.traces.csv_table import header_of
 from vsim.traces.draft import Draft, finish
 from vsim.traces.files import TraceFile, open_trace_file
-from vsim.traces.jsonl import parse
-from vsim.traces.options import OnError, ReadOptions, Report, RowError, ZeroOutput
+from vsim.traces.jsonl import parse, read_array
+from vsim.traces.options import OnError, ReadOptions, Report, RowError, ZeroOutput, printable
 from vsim.traces.trace import Trace, TraceSource
 
 Reader = Callable[[TraceFile, Report], Draft]
@@ -36,6 +47,18 @@ FORMATS: dict[str, Format] = {
     "bailian": Format(
         mooncake.read_bailian, "Alibaba Bailian JSON lines (seconds, 16-token blocks)"
     ),
+    "sharegpt": Format(sharegpt.read_sharegpt, "ShareGPT JSON, whole conversations turn by turn"),
+    "sharegpt-first": Format(
+        sharegpt.read_sharegpt_first, "ShareGPT JSON, first exchange only, as vllm bench serve"
+    ),
+    "vllm-bench": Format(bench_serve.read_bench_serve, "vllm bench serve --save-detailed JSON"),
+    "llmservingsim": Format(
+        llmservingsim.read_llmservingsim, "LLMServingSim JSON lines, flat or sub-requests"
+    ),
+    "servegen": Format(servegen.read_servegen, "ServeGen NAME-trace.csv with NAME-dataset.json"),
+    "servegen-lengths": Format(servegen.refuse_lengths, "ServeGen length tables (not a trace)"),
+    "openai-batch": Format(openai_batch.read_openai_batch, "OpenAI batch JSON lines"),
+    "otel": Format(otel.read_otel, "OpenTelemetry GenAI spans as JSON"),
     "vidur": Format(csv_formats.read_vidur, "Vidur CSV"),
     "splitwise-sim": Format(csv_formats.read_splitwise_sim, "splitwise-sim CSV"),
     "vsim-jsonl": Format(own_jsonl.read_own_jsonl, "our own JSON lines, vsim/trace/1"),
@@ -126,6 +149,10 @@ def sniff(file: TraceFile, has_map: bool = False) -> str:
     first = file.head.lstrip()[:1]
     if first in (b"{", b"["):
         return _sniff_json(file, has_map)
+    if not has_map and servegen.recognise_rates(
+        file.head.split(b"\n", 1)[0].decode("utf-8", "replace")
+    ):
+        return "servegen"
     header = header_of(file.head)
     if has_map:
         return "csv"
@@ -138,41 +165,66 @@ def sniff(file: TraceFile, has_map: bool = False) -> str:
 
 
 def _sniff_json(file: TraceFile, has_map: bool) -> str:
-    first_lines = [line for line in file.head.split(b"\n") if line.strip()][:20]
-    row = None
-    for line in first_lines:
+    row = _first_object(file)
+    if has_map and row is not None:
+        return "jsonl"
+    if servegen.recognise_lengths(file.head):
+        return "servegen-lengths"
+    if row is None:
+        raise _unknown(file, "JSON of another shape")
+    keys = set(row)
+    by_keys = (
+        ("vsim-jsonl", "schema" in keys),
+        ("sharegpt", sharegpt.recognise(row)),
+        ("otel", otel.recognise(row)),
+        ("vllm-bench", bench_serve.recognise(row)),
+        ("openai-batch", openai_batch.recognise(keys)),
+        ("llmservingsim", llmservingsim.recognise(keys)),
+        ("bailian", mooncake.is_bailian(keys)),
+        (
+            "mooncake",
+            "input_length" in keys and bool(keys & {"output_length", "timestamp", "hash_ids"}),
+        ),
+        (
+            "vsim-jsonl",
+            {"input_tokens", "output_tokens"} <= keys
+            and bool(keys & {"timestamp", "timestamp_ns"}),
+        ),
+        ("jsonl", plain.can_guess(list(keys))),
+    )
+    for name, fits in by_keys:
+        if fits:
+            return name
+    raise _unknown(file, f"JSON with fields {', '.join(map(str, list(row)[:12]))[:200]}")
+
+
+def _first_object(file: TraceFile) -> dict[str, object] | None:
+    """The first JSON object of a file: of its first lines, of its array, or the whole file.
+
+    Raises UserError where the first line looks like an object but is none.
+    """
+    lines = [line for line in file.head.split(b"\n") if line.strip()]
+    if file.head.lstrip()[:1] == b"[":
+        quiet = Report(file.name, ReadOptions(on_error="skip"))
+        return next((row for _, row in read_array(file, quiet)), None)
+    for line in lines[:20]:
         try:
             row = parse(line)
         except RowError:
             continue
         if isinstance(row, dict):
-            break
-    if not isinstance(row, dict):
-        if file.head.lstrip()[:1] == b"{":
-            try:
-                parse(first_lines[0])
-            except RowError as error:
-                raise UserError(f"{file.name}:1: {error}") from None
-        raise _unknown(file, "JSON of another shape")
-    if has_map:
-        return "jsonl"
-    keys = set(row)
-    if row.get("schema") is not None or (
-        {"input_tokens", "output_tokens"} <= keys and keys & {"timestamp", "timestamp_ns"}
-    ):
-        return "vsim-jsonl"
-    if mooncake.is_bailian(keys):
-        return "bailian"
-    if "input_length" in keys and ("output_length" in keys or "timestamp" in keys):
-        return "mooncake"
-    if plain.can_guess(list(keys)):
-        return "jsonl"
-    raise _unknown(file, f"JSON with fields {', '.join(map(str, list(row)[:12]))}")
+            return row
+    try:
+        row = parse(file.document())
+    except RowError as error:
+        where = f"{file.name}:1" if len(lines) == 1 else file.name
+        raise UserError(printable(f"{where}: {error}")) from None
+    return row if isinstance(row, dict) else None
 
 
 def _unknown(file: TraceFile, what: str) -> UserError:
     known = "; ".join(f"{name} ({entry.says})" for name, entry in FORMATS.items())
     return UserError(
-        f"{file.name}: is {what}, which is no trace format known here. Name its columns with "
+        f"{printable(f'{file.name}: is {what}')}, which is no trace format known here. Name its columns with "
         f"--map input_tokens=COLUMN --map output_tokens=COLUMN --map timestamp=COLUMN, or its format with --format: {known}"
     )
