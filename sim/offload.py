@@ -206,9 +206,10 @@ class OffloadTier:
     def _note_blocks(self, scheduled: dict[Request, int]) -> None:
         for request in scheduled:
             tracked = self._tracked[request.index]
-            for blocks, table in zip(tracked.blocks, request.tables, strict=True):
+            for group in self._cache.groups:
+                blocks, table = tracked.blocks[group.index], request.tables[group.index]
                 fresh = table[len(blocks) :]
-                blocks += fresh
+                blocks.extend(fresh)
                 self._new_blocks.update(fresh)
 
     def _store(

@@ -16,10 +16,10 @@ from vsim.sim.config import SchedulerConfig
 from vsim.sim.content import joined, output_run, trace_prompt
 from vsim.sim.kvcache import Hit, KVCache
 from vsim.sim.offload import OffloadTier
-from vsim.sim.victims import VictimRule, last_admitted, least_urgent
 from vsim.sim.request import FINISHED, LOADING, PREEMPTED, RUNNING, WAITING, Request
 from vsim.sim.step import Step, StepOutput
 from vsim.sim.versions import v1_rules
+from vsim.sim.victims import VictimRule, last_admitted, least_urgent
 from vsim.sim.waiting import ArrivalQueue, PriorityQueue, WaitingQueue
 from vsim.traces.trace import TraceRequest
 
