@@ -1,0 +1,231 @@
+"""A spot check from start to verdict: real engine, repeats, prediction, comparison."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from vsim.calibrate.campaign import check_device, engine_args, limits_of, model_and_config
+from vsim.calibrate.measure import write_model
+from vsim.calibrate.measured_run import Measured, build_run
+from vsim.calibrate.spot import (
+    SpotCheck,
+    check_profile,
+    compare,
+    fitting,
+    noisy,
+    random_trace,
+    rate_for_load,
+    same_decisions,
+    scheduler_config,
+    self_check,
+    serve_command,
+    step_error,
+    transferred,
+)
+from vsim.calibrate.worker import Worker, find_vllm_python, worker_environment
+from vsim.errors import UserError
+from vsim.models.hardware import find_gpu
+from vsim.models.load import LoadedStepModel, read_profile
+from vsim.models.table_params import StepContext
+from vsim.sim.engine import simulate
+from vsim.sim.run import Run
+from vsim.traces.trace import Trace
+
+LEAST_REPEATS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class LivePlan:
+    """What to check. `trace` None: `requests` random ones at `load` of the predicted capacity."""
+
+    profile: Path
+    trace: Trace | None = None
+    model: str | None = None  # None: the profile's own
+    requests: int = 200
+    load: float = 0.8
+    request_rate: float | None = None
+    seed: int = 1
+    repeats: int = 3
+    block_size: int | None = None
+    threads: int = 1
+    kv_cache_gib: float = 1.0
+    clock: str = "wall"
+    vllm_python: str | None = None
+    engine_flags: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class LiveResult:
+    check: SpotCheck
+    predicted: Run
+    measured: list[Run]
+
+
+def live_check(plan: LivePlan, say: Callable[[str], None]) -> LiveResult:
+    """Serve the trace on the real engine `plan.repeats` times and compare with its prediction.
+
+    The engine is started once; its prefix cache is emptied before each repeat, and one is served first that
+    doesn't count. Raises UserError where profile, device and engine don't belong together.
+    """
+    name, calibration = read_profile(plan.profile)
+    says = calibration.provenance
+    gpu = find_gpu(str(says.get("gpu") or says.get("gpu_name") or ""))
+    spec, config = _model(plan, says)
+    if plan.model is not None and config != says.get("model_config"):
+        calibration = transferred(calibration, spec)
+    on_cpu = gpu.platform == "cpu"
+    python = find_vllm_python(plan.vllm_python)
+    env = worker_environment(plan.threads, plan.kv_cache_gib, on_cpu)
+    with tempfile.TemporaryDirectory(prefix="vsim-spot-") as scratch:
+        folder = Path(scratch)
+        model_folder = write_model(config, folder / "model")
+        say("starting vLLM")
+        with Worker(python, env, folder) as worker:
+            check_device(gpu, worker.hello, int(says.get("tensor_parallel_size") or 1))
+            args = engine_args(
+                model_folder,
+                plan.block_size,
+                on_cpu=on_cpu,
+                tensor_parallel_size=int(says.get("tensor_parallel_size") or 1),
+                flags={"dtype": says.get("dtype"), **plan.engine_flags},
+            )
+            started = worker.start(args, float(says.get("temperature") or 0.0))
+            check_profile(calibration, worker.hello, started)
+            limits = limits_of(started)
+            scheduler = scheduler_config(started, worker.hello["vllm_version"])
+            model = LoadedStepModel(
+                calibration.step_model(
+                    StepContext(
+                        max_num_seqs=scheduler.max_num_seqs,
+                        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+                        enforce_eager=bool(started["enforce_eager"]),
+                        block_size=scheduler.block_size,
+                    )
+                ),
+                calibration,
+                name,
+            )
+            trace, said = _trace(plan, limits, scheduler, model.model)
+            say(f"predicting {len(trace)} requests over {trace.span_s:.0f} s")
+            predicted = simulate(trace, scheduler, model)
+            about = {"model": spec.name, "gpu": gpu.name, **started}
+            provenance = {
+                "trace": {"name": trace.source.name, "format": trace.source.format},
+                "vllm_version": worker.hello["vllm_version"],
+                "device": worker.hello["device"],
+                "clock": f"virtual, sum of step durations ({plan.clock} time)",
+            }
+            measured: list[Measured] = []
+            command = serve_command(trace, plan.clock)
+            for repeat in range(-1, plan.repeats):
+                what = "warming up" if repeat < 0 else f"repeat {repeat + 1} of {plan.repeats}"
+                served = trace if repeat >= 0 else None
+                if served is None:
+                    short = {**command, "requests": command["requests"][: max(1, len(trace) // 10)]}
+                    for message in worker.serve(short):
+                        _progress(message, what, say)
+                    continue
+                messages = _watched(worker.serve(command), what, say)
+                measured.append(build_run(trace, messages, started, about, provenance, tuple(said)))
+            hello = worker.hello
+    predicted = replace(
+        predicted,
+        config=about,
+        provenance={"trace": provenance["trace"], "step_model": model.provenance},
+        assumptions=(*trace.assumptions, *said, *model.assumptions),
+    )
+    return _judge(plan, trace, scheduler, model, predicted, measured, hello, started, on_cpu)
+
+
+def _judge(
+    plan: LivePlan,
+    trace: Trace,
+    scheduler: Any,
+    model: LoadedStepModel,
+    predicted: Run,
+    measured: list[Measured],
+    hello: dict[str, Any],
+    started: dict[str, Any],
+    on_cpu: bool,
+) -> LiveResult:
+    runs = [one.run for one in measured]
+    complaints = list(
+        dict.fromkeys(sentence for run in runs for sentence in self_check(trace, run))
+    )
+    busy = noisy(measured, single_thread=on_cpu and plan.threads == 1)
+    if busy and plan.clock == "wall":
+        complaints.append(busy)
+    if plan.repeats < LEAST_REPEATS:
+        complaints.append(
+            f"{plan.repeats} repeats say little about the noise: at least {LEAST_REPEATS} are needed"
+        )
+    check = SpotCheck(
+        cells=compare(predicted, runs),
+        complaints=complaints,
+        step_error=step_error(model.model, measured),
+        facts={
+            "requests": len(trace),
+            "repeats": plan.repeats,
+            "trace": trace.source.name,
+            "span_s": round(trace.span_s, 3),
+            "model": predicted.config["model"],
+            "device": hello["device"],
+            "vllm_version": hello["vllm_version"],
+            "block_size": started["block_size"],
+            "num_gpu_blocks": started["num_gpu_blocks"],
+            "clock": plan.clock,
+            "preemptions": {
+                "predicted": int(predicted.requests["preemptions"].sum()),
+                "measured": [int(run.requests["preemptions"].sum()) for run in runs],
+            },
+            "recomputed_tokens": {
+                "predicted": int(predicted.requests["recomputed_tokens"].sum()),
+                "measured": [int(run.requests["recomputed_tokens"].sum()) for run in runs],
+            },
+            "same_decisions": [same_decisions(trace, scheduler, one) for one in measured],
+            "profile": model.provenance,
+            "assumptions": list(predicted.assumptions),
+        },
+    )
+    return LiveResult(check, predicted, runs)
+
+
+def _model(plan: LivePlan, says: Any) -> tuple[Any, dict[str, Any]]:
+    if plan.model is not None:
+        return model_and_config(plan.model)
+    config = says.get("model_config")
+    if isinstance(config, dict):
+        from vsim.models.model_spec import spec_from_config
+
+        return spec_from_config(config, str(says.get("model", "model"))), config
+    if says.get("model"):
+        return model_and_config(str(says["model"]))
+    raise UserError("the profile does not say which model it was measured with: give --model")
+
+
+def _trace(plan: LivePlan, limits: Any, scheduler: Any, model: Any) -> tuple[Trace, list[str]]:
+    if plan.trace is not None:
+        return fitting(plan.trace, limits)
+    rate = plan.request_rate or rate_for_load(
+        limits, plan.requests, plan.seed, plan.load, scheduler, model
+    )
+    return fitting(random_trace(limits, plan.requests, rate, plan.seed), limits)
+
+
+def _watched(
+    messages: Iterator[dict[str, Any]], what: str, say: Callable[[str], None]
+) -> Iterator[dict[str, Any]]:
+    for message in messages:
+        _progress(message, what, say)
+        yield message
+
+
+def _progress(message: dict[str, Any], what: str, say: Callable[[str], None]) -> None:
+    if "step" in message and message["step"]["index"] % 100 == 0:
+        say(
+            f"{what}: step {message['step']['index']}, {message['step']['end_ns'] / 1e9:.1f} s served"
+        )

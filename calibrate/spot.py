@@ -1,0 +1,441 @@
+"""Spot checks: a slice of a trace on the real engine, beside its prediction, under one clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from vsim.calibrate.design import Limits, serving_trace
+from vsim.calibrate.measured_run import Measured
+from vsim.errors import UserError
+from vsim.models.artifact import Calibration
+from vsim.models.engine_steps import for_other_model
+from vsim.models.model_spec import ModelSpec, spec_from_config
+from vsim.models.step import StepModel, StepShape
+from vsim.sim.config import SchedulerConfig
+from vsim.sim.engine import simulate
+from vsim.sim.metrics import latencies
+from vsim.sim.run import FINISHED, Run
+from vsim.traces.trace import Trace, TraceSource
+
+STATISTICS = ("mean", "p50", "p90", "p95", "p99")
+TOLERANCE_PCT = 5.0
+# How far apart two ways of counting the same thing may be before the measurement is doubted.
+LITTLE_TOLERANCE = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One number, predicted and measured. Latencies in ms, rates per second."""
+
+    metric: str
+    statistic: str
+    predicted: float
+    measured: tuple[float, ...]  # one a repeat
+
+    @property
+    def median(self) -> float:
+        return float(np.median(self.measured))
+
+    @property
+    def spread_pct(self) -> float:
+        """Highest minus lowest repeat, in % of their median."""
+        return (max(self.measured) - min(self.measured)) / self.median * 100 if self.median else 0.0
+
+    @property
+    def error_pct(self) -> float:
+        return (self.predicted / self.median - 1) * 100 if self.median else 0.0
+
+    @property
+    def inside_noise(self) -> bool:
+        """Does the prediction lie among the repeats themselves?"""
+        return min(self.measured) <= self.predicted <= max(self.measured)
+
+    @property
+    def verdict(self) -> str:
+        if self.inside_noise:
+            return "inside the noise"
+        return "within 5 %" if abs(self.error_pct) <= TOLERANCE_PCT else "off"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "metric": self.metric,
+            "statistic": self.statistic,
+            "predicted": self.predicted,
+            "measured": list(self.measured),
+            "error_pct": self.error_pct,
+            "spread_pct": self.spread_pct,
+            "verdict": self.verdict,
+        }
+
+
+@dataclass(slots=True)
+class SpotCheck:
+    """A finished comparison. `complaints`: sentences about the measurement itself; none is a good sign."""
+
+    cells: list[Cell]
+    complaints: list[str]
+    step_error: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        """mean to p95 within 5 % or inside the noise, and nothing wrong with the measurement."""
+        return not self.complaints and all(
+            cell.verdict != "off" for cell in self.cells if cell.statistic != "p99"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        error: dict[str, dict[str, float]] = {}
+        for cell in self.cells:
+            error.setdefault(cell.metric, {})[cell.statistic] = round(cell.error_pct, 4)
+        return {
+            "schema": "vsim/spot-check/1",
+            "passed": self.passed,
+            "error_pct": error,
+            "cells": [cell.to_json() for cell in self.cells],
+            "step_error": self.step_error,
+            "complaints": self.complaints,
+            "facts": self.facts,
+        }
+
+
+def scheduler_config(started: dict[str, Any], vllm_version: str) -> SchedulerConfig:
+    """The simulated scheduler's configuration, from what the real engine says of itself."""
+    return SchedulerConfig(
+        engine="v1",
+        engine_version=vllm_version.split("+", maxsplit=1)[0],
+        block_size=started["block_size"],
+        num_gpu_blocks=started["num_gpu_blocks"],
+        max_num_seqs=started["max_num_seqs"],
+        max_num_batched_tokens=started["max_num_batched_tokens"],
+        max_model_len=started["max_model_len"],
+        enable_prefix_caching=started["enable_prefix_caching"],
+        enable_chunked_prefill=started["enable_chunked_prefill"],
+        policy=started["policy"],
+        scheduler_reserve_full_isl=started["scheduler_reserve_full_isl"],
+        watermark=started["watermark"],
+        async_scheduling=started["async_scheduling"],
+        v2_model_runner=started["v2_model_runner"],
+    )
+
+
+def check_profile(calibration: Calibration, hello: dict[str, Any], started: dict[str, Any]) -> None:
+    """Refuse a profile that was not measured on this device, engine version and precision."""
+    says = calibration.provenance
+    here = {
+        "gpu_name": hello["device"],
+        "vllm_version": hello["vllm_version"],
+        "dtype": started["dtype"],
+        "quantization": started["quantization"],
+        "kv_cache_dtype": started["kv_cache_dtype"],
+        "tensor_parallel_size": started["tensor_parallel_size"],
+        "enforce_eager": started["enforce_eager"],
+    }
+    for name, value in here.items():
+        if name in says and says[name] != value:
+            raise UserError(
+                f"the profile was measured with {name}={says[name]}, the engine here has {name}={value}: "
+                "calibrate on this engine, or check another profile"
+            )
+
+
+def transferred(calibration: Calibration, other: ModelSpec) -> Calibration:
+    """The profile carried over to a model of another shape, and labelled so.
+
+    Raises UserError if it does not say which model it was measured with, or is of another kind.
+    """
+    config = calibration.provenance.get("model_config")
+    if calibration.kind != "engine-steps" or not isinstance(config, dict):
+        raise UserError(
+            "only a profile that `vsim calibrate` wrote can be carried over to another model"
+        )
+    measured = spec_from_config(config, str(calibration.provenance.get("model", "model")))
+    if measured.moe or other.moe or measured.mla or other.mla:
+        raise UserError("a profile can be carried over between dense models only (no MoE, no MLA)")
+    note = f"step times were measured with {measured.name} and scaled to {other.name}: an estimate"
+    said = calibration.provenance.get("assumptions", ())
+    return replace(
+        calibration,
+        params=for_other_model(calibration.params, measured, other),
+        provenance={
+            **calibration.provenance,
+            "label": f"{calibration.label}, scaled from {measured.name}",
+            "model": other.name,
+            "assumptions": [*said, note],
+        },
+    )
+
+
+def random_trace(limits: Limits, requests: int, rate_per_s: float, seed: int) -> Trace:
+    """A reproducible serving load that fits the engine: Poisson arrivals, lognormal lengths."""
+    rows = serving_trace(limits, requests, rate_per_s, seed)
+    return Trace(
+        arrival_ns=np.array([row[0] for row in rows], dtype=np.int64),
+        prompt_tokens=np.array([row[1] for row in rows], dtype=np.int64),
+        output_tokens=np.array([row[2] for row in rows], dtype=np.int64),
+        source=TraceSource(name=f"random, seed {seed}", format="generated"),
+        assumptions=(f"{requests} random requests at {rate_per_s:.4g} per second, seed {seed}",),
+    )
+
+
+def rate_for_load(
+    limits: Limits, requests: int, seed: int, load: float, config: SchedulerConfig, model: StepModel
+) -> float:
+    """Requests per second that keep the engine busy for `load` of the time, by its prediction.
+
+    Capacity is the rate at which the engine gets through the same requests when all wait at once.
+    """
+    at_once = random_trace(limits, requests, 1e9, seed)
+    run = simulate(at_once, config, model)
+    if not run.end_ns:
+        raise UserError("the prediction ended before it began: nothing could be scheduled")
+    return load * requests / (run.end_ns / 1e9)
+
+
+def fitting(trace: Trace, limits: Limits) -> tuple[Trace, list[str]]:
+    """The requests of `trace` that the engine can take, and sentences about those left out."""
+    from vsim.traces.arrivals import select
+
+    fits = (trace.prompt_tokens + trace.output_tokens <= limits.max_model_len) & (
+        trace.prompt_tokens + trace.output_tokens <= limits.kv_tokens
+    )
+    said = []
+    if not fits.all():
+        said.append(
+            f"{int((~fits).sum())} of {len(trace)} requests need more than max_model_len="
+            f"{limits.max_model_len} or the KV cache's {limits.kv_tokens} tokens: left out"
+        )
+        trace = select(trace, np.flatnonzero(fits), "too long for the spot check's engine")
+    if trace.sessions is not None:
+        trace = replace(trace, sessions=None)
+        said.append(
+            "turns of a session are sent at the trace's own times, not after their predecessor"
+        )
+    if not len(trace):
+        raise UserError(
+            "no request of the trace fits the engine: raise --max-model-len or shorten them"
+        )
+    return trace, said
+
+
+def serve_command(trace: Trace, clock: str) -> dict[str, Any]:
+    """`trace` as the recorder takes it."""
+    requests = [[r.arrival_ns, r.prompt_tokens, r.output_tokens, r.priority] for r in trace]
+    command: dict[str, Any] = {"requests": requests, "clock": clock}
+    if trace.prefix_ids is not None:
+        command["prefix"] = [list(r.prefix_ids) for r in trace]
+        command["prefix_block_tokens"] = trace.prefix_block_tokens
+    return command
+
+
+# --- comparing -------------------------------------------------------------------------------------------
+
+
+def numbers(run: Run) -> dict[tuple[str, str], float]:
+    """(metric, statistic) -> value: latencies in ms by the client's clock, throughput per second."""
+    latency = latencies(run)
+    found: dict[tuple[str, str], float] = {}
+    for metric, values in (
+        ("ttft", latency.ttft_ns),
+        ("tpot", latency.tpot_ns),
+        ("e2e", latency.e2el_ns),
+    ):
+        if not len(values):
+            continue
+        in_ms = np.asarray(values, dtype=float) / 1e6
+        found[metric, "mean"] = float(in_ms.mean())
+        for statistic in STATISTICS[1:]:
+            found[metric, statistic] = float(np.percentile(in_ms, float(statistic[1:])))
+    done = run.requests["status"] == FINISHED
+    span_s = (int(run.requests["finish_ns"].max()) - int(run.requests["sent_ns"].min())) / 1e9
+    if span_s > 0:
+        found["request_throughput", "mean"] = float(done.sum()) / span_s
+        found["output_throughput", "mean"] = (
+            float(run.requests["output_tokens"][done].sum()) / span_s
+        )
+    return found
+
+
+def compare(predicted: Run, measured: Sequence[Run]) -> list[Cell]:
+    """Each number of the prediction beside those of the repeats."""
+    ours = numbers(predicted)
+    theirs = [numbers(run) for run in measured]
+    return [
+        Cell(metric, statistic, value, tuple(one[metric, statistic] for one in theirs))
+        for (metric, statistic), value in ours.items()
+        if all((metric, statistic) in one for one in theirs)
+    ]
+
+
+class _RecordedSteps:
+    """A step model that answers with the real engine's own step times, in their order."""
+
+    def __init__(self, steps: Sequence[dict[str, Any]]) -> None:
+        self._steps = steps
+        self._next = 0
+        self.same_shapes = 0
+        self.differs_at: int | None = None
+
+    def device_seconds(self, shape: StepShape) -> float:
+        if self._next >= len(self._steps):
+            self.differs_at = self.differs_at or self._next
+            return 1e-3
+        step = self._steps[self._next]
+        real = sorted(zip(step["num_tokens"], step["num_computed"], strict=True))
+        chunks = sorted(pair for pair in real if pair[0] > 1)
+        decodes = [context for new, context in real if new == 1]
+        same = (
+            sorted(shape.prefills) == chunks
+            and shape.num_decodes == len(decodes)
+            and shape.decode_context_sum == sum(decodes)
+        )
+        if same and self.differs_at is None:
+            self.same_shapes += 1
+        elif self.differs_at is None:
+            self.differs_at = self._next
+        self._next += 1
+        return float(step["end_ns"] - step["start_ns"]) / 1e9
+
+    def host_seconds(self, shape: StepShape) -> float:
+        return 0.0
+
+
+def same_decisions(trace: Trace, config: SchedulerConfig, measured: Measured) -> dict[str, Any]:
+    """Simulate with the real step times: whatever still differs is the scheduler's doing, not the clock's.
+
+    Only where one step follows the other (no async scheduling).
+    """
+    if config.max_concurrent_batches > 1:
+        return {"checked": False}
+    recorded = _RecordedSteps(measured.steps)
+    run = simulate(trace, config, recorded)
+    real = measured.run.requests
+    late = np.abs(run.requests["finish_ns"] - real["finish_ns"]).max() if len(trace) else 0
+    return {
+        "checked": True,
+        "steps": len(measured.steps),
+        "equal_steps": recorded.same_shapes,
+        "first_difference": recorded.differs_at,
+        "largest_finish_difference_ms": round(float(late) / 1e6, 6),
+        "preemptions": [int(run.requests["preemptions"].sum()), int(real["preemptions"].sum())],
+    }
+
+
+# --- does the measurement agree with itself? -------------------------------------------------------------
+
+
+def self_check(trace: Trace, run: Run) -> list[str]:
+    """Sentences about what can't be right in a measured run: token counts, clocks, Little's law."""
+    said = []
+    columns = run.requests
+    done = columns["status"] == FINISHED
+    if not done.all():
+        said.append(f"{int((~done).sum())} of {len(trace)} requests did not finish")
+    wrong = int((columns["output_tokens"][done] != np.asarray(trace.output_tokens)[done]).sum())
+    if wrong:
+        said.append(f"{wrong} requests gave another number of tokens than the trace has")
+    gaps = int(run.itl_count.sum())
+    expected = int((columns["output_tokens"][done] - 1).sum())
+    if done.all() and gaps != expected:
+        said.append(f"{gaps} gaps between tokens were seen, {expected} must have been")
+    computed = int(run.steps["tokens"].sum())
+    # The last token of each request is never fed back.
+    needed = int(
+        (
+            columns["prompt_tokens"]
+            - columns["cached_tokens"]
+            + columns["output_tokens"]
+            - 1
+            + columns["recomputed_tokens"]
+        )[done].sum()
+    )
+    if done.all() and computed != needed:
+        said.append(f"the steps computed {computed} tokens, the requests needed {needed}")
+    for early, late in (
+        ("arrival_ns", "first_scheduled_ns"),
+        ("first_scheduled_ns", "first_token_ns"),
+        ("first_token_ns", "finish_ns"),
+    ):
+        backwards = int((columns[late][done] < columns[early][done]).sum())
+        if backwards:
+            said.append(f"in {backwards} requests {late} lies before {early}: two clocks are mixed")
+    if (np.diff(run.steps["end_ns"]) < 0).any():
+        said.append("steps end before their predecessors: the clock ran backwards")
+    if done.all():
+        said += _little(run)
+    return said
+
+
+def _little(run: Run) -> list[str]:
+    """Requests in the engine over time, counted by the scheduler and by the requests' own stamps."""
+    start, end = run.steps["start_ns"], run.steps["end_ns"]
+    inside = (run.steps["running"] + run.steps["waiting"]).astype(float)
+    by_steps = float((inside * (end - start)).sum())
+    # A request is seen by the scheduler at the first step that starts once it has arrived.
+    seen = start[np.minimum(np.searchsorted(start, run.requests["arrival_ns"]), len(start) - 1)]
+    by_requests = float((run.requests["finish_ns"] - seen).sum())
+    if by_requests and abs(by_steps / by_requests - 1) > LITTLE_TOLERANCE:
+        return [
+            f"Little's law fails: the scheduler counted {by_steps / 1e9:.3f} request-seconds, "
+            f"the requests' stamps give {by_requests / 1e9:.3f}"
+        ]
+    return []
+
+
+def step_error(model: StepModel, measured: Sequence[Measured]) -> dict[str, float]:
+    """Error of single steps, predicted against measured, over all repeats; % of the measured time."""
+    relative, predicted_sum, measured_sum = [], 0.0, 0.0
+    for one in measured:
+        for step in one.steps:
+            shape = shape_of(step)
+            real = (step["end_ns"] - step["start_ns"]) / 1e9
+            ours = model.device_seconds(shape) + model.host_seconds(shape)
+            relative.append((ours / real - 1) * 100)
+            predicted_sum += ours
+            measured_sum += real
+    if not relative:
+        return {}
+    size = np.abs(relative)
+    return {
+        "steps": float(len(relative)),
+        "median_abs_pct": round(float(np.median(size)), 3),
+        "p95_abs_pct": round(float(np.percentile(size, 95)), 3),
+        "bias_pct": round((predicted_sum / measured_sum - 1) * 100, 3),
+    }
+
+
+def shape_of(step: dict[str, Any]) -> StepShape:
+    """A recorder's step as the cost model sees it."""
+    pairs = list(zip(step["num_tokens"], step["num_computed"], strict=True))
+    contexts = [context for new, context in pairs if new == 1]
+    return StepShape(
+        tuple((new, context) for new, context in pairs if new > 1),
+        len(contexts),
+        sum(contexts),
+        max(contexts, default=0),
+    )
+
+
+def noisy(measured: Sequence[Measured], single_thread: bool) -> str | None:
+    """One sentence if other work had the core during the repeats, else None."""
+    from vsim.calibrate.measure import DISTURBED_S, DISTURBED_SHARE
+
+    if not single_thread:
+        return None
+    steps = [step for one in measured for step in one.steps]
+    hit = sum(
+        step["total_ns"] - step["cpu_ns"]
+        > max(DISTURBED_S * 1e9, DISTURBED_SHARE * step["total_ns"])
+        for step in steps
+    )
+    share = hit / max(1, len(steps))
+    if share <= 0.1:
+        return None
+    return (
+        f"this machine was busy: in {share:.0%} of {len(steps)} steps another process had the engine's core; "
+        "check again when nothing else runs, or with --clock cpu"
+    )
