@@ -12,6 +12,7 @@ from vsim.sim import report_series, report_tables, report_words
 from vsim.sim.report_svg import Chart, chart_data, esc, render_chart
 from vsim.sim.run import Run
 from vsim.sim.summary import setting
+from vsim.sim.timeline import StepClock
 
 # Nothing may be loaded from anywhere, whatever a trace's strings contain.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -23,7 +24,9 @@ def render_report(run: Run, summary: Mapping[str, Any]) -> str:
     Its size does not grow with the run: every series is cut down to a few hundred points. Strings from
     traces and configurations are escaped.
     """
-    found = report_series.charts(run, summary)
+    clock = StepClock(run)
+    found = report_series.charts(run, summary, clock)
+    words = report_words.paragraph(run, summary, clock)
     sections = [
         _section("Latency", report_tables.latency_table(summary) + _grid(found, _LATENCY)),
     ]
@@ -41,7 +44,7 @@ def render_report(run: Run, summary: Mapping[str, Any]) -> str:
     ]
     if run.counters:
         sections.append(_section("Counters", report_tables.settings_table(run.counters)))
-    return _page(run, summary, sections, found)
+    return _page(run, summary, words, sections, found)
 
 
 _LATENCY = ("cdf-request", "cdf-token", "ttft-time", "tpot-time", "e2el-time")
@@ -58,7 +61,11 @@ _TIMELINES = (
 
 
 def _page(
-    run: Run, summary: Mapping[str, Any], sections: Sequence[str], found: Sequence[Chart]
+    run: Run,
+    summary: Mapping[str, Any],
+    sentences: Sequence[str],
+    sections: Sequence[str],
+    found: Sequence[Chart],
 ) -> str:
     title = " on ".join(
         str(part)
@@ -66,7 +73,7 @@ def _page(
         if part is not None
     )
     kind = "Measured run" if run.origin == "measured" else "Simulated run"
-    words = " ".join(esc(sentence) for sentence in report_words.paragraph(run, summary))
+    words = " ".join(esc(sentence) for sentence in sentences)
     # A number stays on one line with its unit.
     words = re.sub(r"(\d) (%|ms|s|min|h)(?![\w/])", "\\1\N{NO-BREAK SPACE}\\2", words)
     early = (

@@ -21,7 +21,7 @@ CDF_PERCENTILES = np.concatenate(
 )
 
 
-def charts(run: Run, summary: Mapping[str, Any]) -> list[Chart]:
+def charts(run: Run, summary: Mapping[str, Any], clock: timeline.StepClock) -> list[Chart]:
     """All charts of a run, in the order of the page. Every series has at most a few hundred points."""
     found = cdf_charts(run)
     span_ns = metrics.duration_ns(run) if run.num_requests else 0
@@ -33,8 +33,8 @@ def charts(run: Run, summary: Mapping[str, Any]) -> list[Chart]:
     coarse = _edges(start, span_ns, min(COARSE, max(10, run.num_requests // 8)))
     found += latency_over_time(run, coarse)
     if len(run.steps["start_ns"]):
-        found += [queue_chart(run, fine), *kv_charts(run, fine, summary)]
-        found += [throughput_chart(run, coarse), batch_chart(run, fine)]
+        found += [queue_chart(run, clock, fine), *kv_charts(run, clock, fine, summary)]
+        found += [throughput_chart(run, coarse), batch_chart(run, clock, fine)]
     found.append(request_rate_chart(run, coarse))
     if summary["preemptions"] or summary["rejected_reasons"]:
         found.append(trouble_chart(run, coarse))
@@ -143,10 +143,10 @@ def grouped_percentiles(
     return result
 
 
-def queue_chart(run: Run, edges: npt.NDArray[np.int64]) -> Chart:
+def queue_chart(run: Run, clock: timeline.StepClock, edges: npt.NDArray[np.int64]) -> Chart:
     """Requests running in and waiting for the engine."""
-    running, running_peak = timeline.step_state(run, run.steps["running"]).buckets(edges)
-    waiting, waiting_peak = timeline.step_state(run, run.steps["waiting"]).buckets(edges)
+    running, running_peak = clock.state(run.steps["running"]).buckets(edges)
+    waiting, waiting_peak = clock.state(run.steps["waiting"]).buckets(edges)
     return Chart(
         "queue",
         "Running and waiting requests",
@@ -160,15 +160,17 @@ def queue_chart(run: Run, edges: npt.NDArray[np.int64]) -> Chart:
     )
 
 
-def kv_charts(run: Run, edges: npt.NDArray[np.int64], summary: Mapping[str, Any]) -> list[Chart]:
+def kv_charts(
+    run: Run, clock: timeline.StepClock, edges: npt.NDArray[np.int64], summary: Mapping[str, Any]
+) -> list[Chart]:
     """KV-cache usage and internal fragmentation."""
     steps, x = run.steps, _middles(edges)
     slots = steps["kv_blocks_used"].astype(np.int64) * run.block_size
     replicas = 1 if "replica" not in steps else len(np.unique(steps["replica"]))
     usable = max(1, run.num_gpu_blocks * run.block_size * replicas)
-    held, held_peak = timeline.step_state(run, slots).buckets(edges)
-    filled, _ = timeline.step_state(run, steps["kv_tokens_used"]).buckets(edges)
-    wasted, wasted_peak = timeline.step_state(run, slots - steps["kv_tokens_used"]).buckets(edges)
+    held, held_peak = clock.state(slots).buckets(edges)
+    filled, _ = clock.state(steps["kv_tokens_used"]).buckets(edges)
+    wasted, wasted_peak = clock.state(slots - steps["kv_tokens_used"]).buckets(edges)
     with np.errstate(invalid="ignore", divide="ignore"):
         share = np.where(held > 0, wasted / held * 100, np.nan)
     return [
@@ -217,10 +219,10 @@ def throughput_chart(run: Run, edges: npt.NDArray[np.int64]) -> Chart:
     )
 
 
-def batch_chart(run: Run, edges: npt.NDArray[np.int64]) -> Chart:
+def batch_chart(run: Run, clock: timeline.StepClock, edges: npt.NDArray[np.int64]) -> Chart:
     """What a step is made of: tokens of prompt chunks and of decodes."""
-    prefill, _ = timeline.step_state(run, run.steps["prefill_tokens"]).buckets(edges)
-    decode, _ = timeline.step_state(run, run.steps["decodes"]).buckets(edges)
+    prefill, _ = clock.state(run.steps["prefill_tokens"]).buckets(edges)
+    decode, _ = clock.state(run.steps["decodes"]).buckets(edges)
     total = prefill + decode
     return Chart(
         "batch",

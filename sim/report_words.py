@@ -15,7 +15,7 @@ from vsim.sim.text import duration, number, percent, short
 FULL = 0.9  # of the KV blocks: a waiting prompt, which must fit whole, often doesn't
 
 
-def paragraph(run: Run, summary: Mapping[str, Any]) -> list[str]:
+def paragraph(run: Run, summary: Mapping[str, Any], clock: timeline.StepClock) -> list[str]:
     """Sentences: how much was served, how fast, what the engine was short of, what went wrong."""
     sentences = [_served(run, summary)]
     if summary["completed"]:
@@ -26,7 +26,7 @@ def paragraph(run: Run, summary: Mapping[str, Any]) -> list[str]:
         )
         share = percent(summary["goodput_fraction"])
         sentences.append(f"{share} of all requests met {limits}.")
-    sentences += _shortage(run, summary)
+    sentences += _shortage(run, summary, clock)
     if summary["preemptions"]:
         sentences.append(_preemptions(run, summary))
     if summary["rejected_reasons"]:
@@ -64,7 +64,7 @@ def _speed(s: Mapping[str, Any]) -> str:
     return text + f", and half were complete within {_ms(s['median_e2el_ms'])}."
 
 
-def _shortage(run: Run, s: Mapping[str, Any]) -> list[str]:
+def _shortage(run: Run, s: Mapping[str, Any], clock: timeline.StepClock) -> list[str]:
     """When requests waited, what was used up at that time: seats, KV blocks, or the token budget."""
     steps = run.steps
     if not len(steps["start_ns"]) or not s["duration"]:
@@ -72,7 +72,7 @@ def _shortage(run: Run, s: Mapping[str, Any]) -> list[str]:
     start = int(run.requests["arrival_ns"].min())
     end = start + round(s["duration"] * 1e9)
     waiting = steps["waiting"] > 0
-    share = timeline.step_state(run, waiting).mean(start, end) or 0.0
+    share = clock.state(waiting).mean(start, end) or 0.0
     peak = f"KV cache usage peaked at {percent(s['kv_usage_peak'], 0)}"
     if share < 0.01:
         return [f"Requests hardly ever waited for the engine; {peak}."]
@@ -89,21 +89,21 @@ def _shortage(run: Run, s: Mapping[str, Any]) -> list[str]:
     }
     text = f"Requests were waiting for {percent(share, 0)} of the time; {peak}."
     found = {
-        name: (timeline.step_state(run, waiting & mask).mean(start, end) or 0.0) / share
+        name: (clock.state(waiting & mask).mean(start, end) or 0.0) / share
         for name, mask in causes.items()
     }
     name, most = max(found.items(), key=lambda item: item[1])
     if most >= 0.2:
         text = text[:-1] + f", and {name} during {percent(most, 0)} of that waiting."
-    return [text, *_growing(run, start, end)]
+    return [text, *_growing(run, clock, start, end)]
 
 
-def _growing(run: Run, start: int, end: int) -> list[str]:
+def _growing(run: Run, clock: timeline.StepClock, start: int, end: int) -> list[str]:
     """Did the queue still grow when the last request came in? Then the load was above capacity."""
     last = int(run.requests["arrival_ns"].max())
     if last - start < 0.5 * (end - start):
         return []
-    waiting = timeline.step_state(run, run.steps["waiting"])
+    waiting = clock.state(run.steps["waiting"])
     edges = np.linspace(start, last, 5).round().astype(np.int64)
     quarter = np.diff(waiting.integral(edges)) / np.maximum(np.diff(edges), 1)
     if quarter[-1] > 10 and bool((np.diff(quarter) > 0).all()) and quarter[-1] > 2 * quarter[1]:

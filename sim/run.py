@@ -49,7 +49,10 @@ STEP_COLUMNS: dict[str, str] = {
     "swapped_blocks": "int32",  # V0: in + out
 }
 
-# Step columns that a run may have beside those: where it has them, metrics are exact instead of derived.
+# Columns that a run may have beside those: where it has them, metrics are exact instead of derived.
+OPTIONAL_REQUEST_COLUMNS: dict[str, str] = {
+    "replica": "int32",  # which replica served the request, -1: none
+}
 OPTIONAL_STEP_COLUMNS: dict[str, str] = {
     "emitted": "int32",  # output tokens handed to clients at end_ns
     "replica": "int32",  # which replica ran the step; without it there is one

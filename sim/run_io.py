@@ -15,7 +15,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vsim.errors import UserError
-from vsim.sim.run import OPTIONAL_STEP_COLUMNS, REQUEST_COLUMNS, STEP_COLUMNS, Column, Run
+from vsim.sim.run import (
+    OPTIONAL_REQUEST_COLUMNS,
+    OPTIONAL_STEP_COLUMNS,
+    REQUEST_COLUMNS,
+    STEP_COLUMNS,
+    Column,
+    Run,
+)
 from vsim.sim.summary import summary_json
 
 SCHEMA = "vsim/run/1"
@@ -93,7 +100,7 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
     """
     base = Path(folder)
     head = _read_head(base)
-    requests = _read_columns(base / REQUESTS, REQUEST_COLUMNS)
+    requests = _read_columns(base / REQUESTS, REQUEST_COLUMNS, OPTIONAL_REQUEST_COLUMNS)
     steps = _read_columns(base / TIMELINE, STEP_COLUMNS, OPTIONAL_STEP_COLUMNS)
     itl = _read_columns(base / ITL, {"itl_ns": "int64", "count": "int64"})
     try:

@@ -182,11 +182,12 @@ def _over_time(run: Run, span_ns: int) -> dict[str, Any]:
         return dict.fromkeys(names)
     start = int(run.requests["arrival_ns"].min())
     end = start + span_ns
-    blocks = timeline.step_state(run, steps["kv_blocks_used"])
+    clock = timeline.StepClock(run)
+    blocks = clock.state(steps["kv_blocks_used"])
     slots = steps["kv_blocks_used"].astype(np.int64) * run.block_size
-    wasted = timeline.step_state(run, slots - steps["kv_tokens_used"])
-    running = timeline.step_state(run, steps["running"])
-    waiting = timeline.step_state(run, steps["waiting"])
+    wasted = clock.state(slots - steps["kv_tokens_used"])
+    running = clock.state(steps["running"])
+    waiting = clock.state(steps["waiting"])
     usable = run.num_gpu_blocks * num_replicas(run)
     blocks_mean = blocks.mean(start, end) or 0.0
     wasted_mean = wasted.mean(start, end)

@@ -62,51 +62,67 @@ class StepFunction:
         return mean, peak
 
 
-def step_state(run: Run, value: npt.NDArray[np.generic]) -> StepFunction:
-    """A per-step value (shape (steps,)) over time, summed over replicas where there are several.
+class StepClock:
+    """When each step's state begins and ends to hold: made once for a run, asked for many columns.
 
     A step's state holds from its start until the next step starts, also through the host's work between
     two steps. Where nobody is in flight any more when it ends, it falls to 0 there: blocks of ended
     requests are free (cached prefixes are free blocks too, as in vLLM's `kv_cache_usage_perc`).
     """
-    steps = run.steps
-    if not len(steps["start_ns"]):
+
+    def __init__(self, run: Run) -> None:
+        steps = run.steps
+        self._replicas: list[tuple[Int64Array | slice, Int64Array, Int64Array]] = []
+        if not len(steps["start_ns"]):
+            return
+        replica = steps.get("replica")
+        for which in (None,) if replica is None else np.unique(replica):
+            mine: Int64Array | slice = slice(None)
+            if which is not None:
+                mine = np.flatnonzero(replica == which)
+            start, end = steps["start_ns"][mine], steps["end_ns"][mine]
+            idle_from = end[_idle_after(run, start, end, which)]
+            at = np.concatenate([start, idle_from])
+            # Where a step starts at the very instant the last one ended, the new state wins.
+            idle = np.concatenate([np.ones(len(start), np.int8), np.zeros(len(idle_from), np.int8)])
+            order = np.lexsort((idle, at))
+            self._replicas.append((mine, at[order], order))
+
+    def state(self, value: npt.NDArray[np.generic]) -> StepFunction:
+        """A per-step value (shape (steps,)) over time, summed over replicas where there are several."""
+        parts = []
+        for mine, at, order in self._replicas:
+            own = np.asarray(value[mine], dtype=float)
+            padded = np.concatenate([own, np.zeros(len(at) - len(own))])
+            parts.append(StepFunction(at, padded[order]))
+        if len(parts) == 1:
+            return parts[0]
+        return _sum(parts)
+
+
+def _sum(parts: list[StepFunction]) -> StepFunction:
+    if not parts:
         return StepFunction(np.empty(0, dtype=np.int64), np.empty(0))
-    replica = steps.get("replica")
-    if replica is None:
-        return _one_replica(run, steps["start_ns"], steps["end_ns"], value)
-    at: list[Int64Array] = []
-    change: list[FloatArray] = []
-    for which in np.unique(replica):
-        mine = replica == which
-        part = _one_replica(run, steps["start_ns"][mine], steps["end_ns"][mine], value[mine])
-        at.append(part.at_ns)
-        change.append(np.diff(part.value, prepend=0.0))
-    times, place = np.unique(np.concatenate(at), return_inverse=True)
-    total = np.cumsum(np.bincount(place, weights=np.concatenate(change))).astype(float)
-    return StepFunction(times, total)
+    changes = np.concatenate([np.diff(part.value, prepend=0.0) for part in parts])
+    times, place = np.unique(np.concatenate([part.at_ns for part in parts]), return_inverse=True)
+    return StepFunction(times, np.cumsum(np.bincount(place, weights=changes)).astype(float))
 
 
-def _one_replica(
-    run: Run, start: Int64Array, end: Int64Array, value: npt.NDArray[np.generic]
-) -> StepFunction:
-    idle_from = end[_idle_after(run, start, end)]
-    at = np.concatenate([start, idle_from])
-    state = np.concatenate([np.asarray(value, dtype=float), np.zeros(len(idle_from))])
-    # Stable: where a step starts at the very instant the last one ended, the new state wins.
-    order = np.lexsort((np.concatenate([np.ones(len(start)), np.zeros(len(idle_from))]), at))
-    return StepFunction(at[order], state[order])
-
-
-def _idle_after(run: Run, start: Int64Array, end: Int64Array) -> npt.NDArray[np.bool_]:
+def _idle_after(
+    run: Run, start: Int64Array, end: Int64Array, replica: int | None
+) -> npt.NDArray[np.bool_]:
     """Is nobody in flight from this step's end until the next step starts? Shape (steps,)."""
-    following = np.append(start[1:], np.iinfo(np.int64).max)
-    sent = np.sort(run.requests["sent_ns"][run.requests["sent_ns"] >= 0])
-    ended = np.sort(run.requests["finish_ns"][run.requests["finish_ns"] >= 0])
-    in_flight = np.searchsorted(sent, end, side="right") - np.searchsorted(ended, end, side="right")
-    gap = following > end
-    gap[-1] = True
-    idle: npt.NDArray[np.bool_] = gap & (in_flight <= 0)
+    requests = run.requests
+    sent, ended = requests["sent_ns"], requests["finish_ns"]
+    if replica is not None and "replica" in requests:
+        sent, ended = sent[requests["replica"] == replica], ended[requests["replica"] == replica]
+    sent, ended = np.sort(sent[sent >= 0]), np.sort(ended[ended >= 0])
+    idle = np.append(start[1:] > end[:-1], True)
+    at = np.flatnonzero(idle)
+    in_flight = np.searchsorted(sent, end[at], side="right") - np.searchsorted(
+        ended, end[at], side="right"
+    )
+    idle[at] = in_flight <= 0
     idle[-1] = True  # whatever is left never runs again
     return idle
 

@@ -21,6 +21,7 @@ from vsim.sim.report_svg import nice_ticks, time_ticks
 from vsim.sim.report_words import paragraph
 from vsim.sim.run import Run
 from vsim.sim.summary import summarize
+from vsim.sim.timeline import StepClock
 from vsim.tests.make_run import S, make_run, random_run
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e\"'&"
@@ -33,6 +34,10 @@ CONFIG = {
 
 def page(run: Run) -> str:
     return render_report(run, summarize(run, goodput={"ttft": 500}))
+
+
+def words_of(run: Run) -> str:
+    return " ".join(paragraph(run, summarize(run), StepClock(run)))
 
 
 class Tags(HTMLParser):
@@ -80,7 +85,7 @@ def test_foreign_strings_are_text_wherever_they_stand() -> None:
 
 def test_the_report_of_a_large_run_stays_small() -> None:
     run = random_run(50_000, 100_000)
-    for chart in charts(run, summarize(run)):
+    for chart in charts(run, summarize(run), StepClock(run)):
         assert len(chart.x) <= 1000
     assert len(page(run)) < 1_000_000
 
@@ -129,24 +134,24 @@ def waiting_run(running: int, blocks: int, waiting: list[int]) -> Run:
 
 def test_the_first_paragraph_names_what_was_used_up_while_requests_waited() -> None:
     seats = waiting_run(64, 10, [5] * 20)
-    assert "seats (max_num_seqs) were taken" in " ".join(paragraph(seats, summarize(seats)))
+    assert "seats (max_num_seqs) were taken" in words_of(seats)
     cache = waiting_run(20, 99, [5] * 20)
-    assert "the KV cache was at least 90 % full" in " ".join(paragraph(cache, summarize(cache)))
+    assert "the KV cache was at least 90 % full" in words_of(cache)
     idle = waiting_run(20, 10, [0] * 20)
-    assert "hardly ever waited" in " ".join(paragraph(idle, summarize(idle)))
+    assert "hardly ever waited" in words_of(idle)
 
 
 def test_a_queue_that_keeps_growing_is_called_overload() -> None:
     growing = waiting_run(64, 10, list(range(0, 400, 4)))
-    assert "above capacity" in " ".join(paragraph(growing, summarize(growing)))
+    assert "above capacity" in words_of(growing)
     steady = waiting_run(64, 10, [50] * 100)
-    assert "above capacity" not in " ".join(paragraph(steady, summarize(steady)))
+    assert "above capacity" not in words_of(steady)
 
 
 def test_the_cdf_passes_through_the_percentiles() -> None:
     run = random_run(500)
     s = summarize(run)
-    cdf = charts(run, s)[0]
+    cdf = charts(run, s, StepClock(run))[0]
     ttft = cdf.series[0]
     for p in (50, 90, 95):
         assert np.interp(s[f"p{p}_ttft_ms"], cdf.x, ttft.y) == pytest.approx(p, abs=1)
@@ -154,7 +159,7 @@ def test_the_cdf_passes_through_the_percentiles() -> None:
 
 def test_chart_throughput_adds_up_to_the_tokens_computed() -> None:
     run = random_run(400, 5000)
-    chart = next(c for c in charts(run, summarize(run)) if c.id == "throughput")
+    chart = next(c for c in charts(run, summarize(run), StepClock(run)) if c.id == "throughput")
     width_s = chart.x[1] - chart.x[0]
     computed = chart.series[1].y.sum() * width_s
     assert computed == pytest.approx(run.steps["prefill_tokens"].sum(), rel=0.01)
