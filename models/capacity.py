@@ -58,6 +58,7 @@ class CapacityInput:
     available_bytes: int | None = None
     swap_space_bytes: int = 0
     fit_max_model_len: bool = False  # --max-model-len -1
+    check_fit: bool = True  # refuse a max_model_len that the KV cache cannot hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +264,7 @@ def _check_fit(
                 f"(GiB per rank: {parts}). More ranks, a smaller dtype or quantized weights also help."
             )
         needed = layout.needed_bytes(stage, length, want.in_flight_tokens)
-        if needed > have:
+        if needed > have and want.check_fit:
             fits = layout.longest_fitting(stage, have, length, want.in_flight_tokens)
             hint = (
                 f"Based on the available memory, the estimated maximum model length is {fits}. "
@@ -286,7 +287,7 @@ def _check_v0(want: CapacityInput, num_blocks: int) -> None:
             f"initializing the engine ({want.model.name} on {want.gpu.name})."
         )
     tokens = num_blocks * want.block_size
-    if want.max_model_len > tokens:
+    if want.max_model_len > tokens and want.check_fit:
         raise UserError(
             f"The model's max seq len ({want.max_model_len}) is larger than the maximum number of tokens that "
             f"can be stored in KV cache ({tokens}). Try increasing `gpu_memory_utilization` or decreasing "

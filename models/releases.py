@@ -1,7 +1,7 @@
 """What changed between vLLM releases, as far as memory and defaults are concerned.
 
 Each rule was read off the released sources on both sides of the change (0.8.5, 0.9.2, 0.10.2, 0.11.2, 0.13.0,
-0.15.0, 0.17.0, 0.19.0, 0.20.2, 0.21.0, 0.23.0, 0.25.1, 0.27.0, 0.28.0, 0.29.0, 0.30.0, 0.32.0); a change
+0.15.0, 0.17.0, 0.19.0, 0.20.0, 0.20.1, 0.20.2, 0.21.0, 0.23.0, 0.25.1, 0.27.0, 0.28.0, 0.29.0, 0.30.0, 0.32.0); a change
 between two of them is dated to the later one. An empty version means the newest.
 """
 
@@ -30,7 +30,7 @@ def _since(version: Version, release: Version) -> bool:
 
 
 def gpu_memory_utilization(engine: str, version: Version) -> float:
-    """`config/cache.py`: 0.9 up to 0.19.0, 0.92 in 0.20.2."""
+    """`config/cache.py`: 0.9 up to 0.19.0, 0.92 in 0.20.0."""
     return 0.92 if engine == "v1" and _since(version, (0, 20)) else 0.9
 
 
@@ -40,8 +40,8 @@ def subtracts_cuda_graphs(version: Version) -> bool:
 
 
 def tokens_from_concurrency(version: Version) -> bool:
-    """ "GPU KV cache size" is int(max_concurrency x max_model_len); before, blocks // groups x block size."""
-    return _since(version, (0, 20))
+    """ "GPU KV cache size" is int(max_concurrency x max_model_len); before, blocks // groups x block size (0.20.1)."""
+    return _since(version, (0, 20, 1))
 
 
 def reserves_null_block(version: Version) -> bool:

@@ -46,6 +46,7 @@ class Deployment:
     kv_cache_dtype: str  # resolved: never "auto"
     gpu_memory_utilization: float
     enforce_eager: bool
+    in_flight_tokens: int
     usage: Usage
     flags: dict[str, Any]
     origins: dict[str, str]
@@ -262,8 +263,8 @@ def resolve(
     `kv_offloading_size` and `swap_space` are GiB, `kv_cache_memory_bytes` and `available_kv_cache_bytes`
     bytes per rank; the latter is a real log's "Available KV cache memory". `engine` is "v1" (0.32.0 unless
     `engine_version` says otherwise) or "v0" (0.8.5). `usage` is "server" or "llm". `what_if` lets a block
-    size through that no kernel of this device takes, as an assumption: a question about memory, not a
-    command to run. Raises `UserError`, in vLLM's words, for whatever vLLM would refuse.
+    size through that no kernel of this device takes, and a max_model_len that the KV cache cannot hold, as
+    assumptions: a question about memory, not a command to run. Raises `UserError`, in vLLM's words, for whatever vLLM would refuse.
     """
     engine = engine or "v1"
     if engine not in ("v1", "v0"):
@@ -392,6 +393,8 @@ def resolve(
         preemption_mode=mode,
     )
     _scheduler_checks(config)
+    batches = config.max_concurrent_batches if releases.counts_batches_in_flight(version) else 1
+    in_flight = batches * tokens
     capacity = size_kv_cache(
         CapacityInput(
             gpu=gpu,
@@ -407,8 +410,7 @@ def resolve(
             max_model_len=length,
             max_num_seqs=seqs,
             max_num_batched_tokens=tokens,
-            in_flight_tokens=tokens
-            * (config.max_concurrent_batches if releases.counts_batches_in_flight(version) else 1),
+            in_flight_tokens=in_flight,
             gpu_memory_utilization=utilization,
             enforce_eager=eager,
             engine=engine,
@@ -418,8 +420,14 @@ def resolve(
             available_bytes=available_kv_cache_bytes,
             swap_space_bytes=round(swap * GIB),
             fit_max_model_len=fit_length,
+            check_fit=not what_if,
         )
     )
+    if capacity.max_concurrency < 1:
+        flags.assumptions.append(
+            f"max_model_len={length} is kept although vLLM would refuse it: the KV cache holds "
+            f"{capacity.kv_cache_size_tokens} tokens"
+        )
     if capacity.max_model_len != length:
         flags.compute("max_model_len", capacity.max_model_len, "fitted to the KV cache (-1)")
     config = replace(
@@ -450,6 +458,7 @@ def resolve(
         kv_cache_dtype=kv_dtype,
         gpu_memory_utilization=utilization,
         enforce_eager=eager,
+        in_flight_tokens=in_flight,
         usage="llm" if usage == "llm" else "server",
         flags=flags.values,
         origins=flags.origins,
