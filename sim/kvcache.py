@@ -32,7 +32,9 @@ class KVCache:
         self.groups = make_groups(config)
         self.max_model_len = config.max_model_len
         self.caching = config.enable_prefix_caching
-        self.pool = BlockPool(config.num_gpu_blocks, len(self.groups), rules.unkeyed_blocks_first)
+        self.pool = BlockPool(
+            config.num_gpu_blocks, len(self.groups), rules.reuses_unkeyed_blocks_first
+        )
         self.watermark_blocks = int(config.watermark * config.num_gpu_blocks)
         # One slot holds one token of one group. Blocks shared by several requests count once.
         self.slots_used = 0

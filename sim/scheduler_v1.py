@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vsim.errors import UserError
 from vsim.sim.block_keys import BlockKeys, KeyTable
 from vsim.sim.config import SchedulerConfig
 from vsim.sim.content import joined, output_run, trace_prompt
@@ -63,10 +62,12 @@ class _Draft:
         self.token_budget -= num_tokens
         self.input_budget -= num_tokens
 
-    def take_back(self, request: Request) -> None:
+    def take_back(self, request: Request) -> bool:
+        """Undo `give`. Returns whether there was anything to undo."""
         num_tokens = self.tokens.pop(request, 0)
         self.token_budget += num_tokens
         self.input_budget += num_tokens
+        return num_tokens > 0
 
 
 class SchedulerV1:
@@ -77,15 +78,7 @@ class SchedulerV1:
     """
 
     def __init__(self, config: SchedulerConfig, victim: VictimRule | None = None) -> None:
-        rules = v1_rules(config.engine_version)
-        if config.policy == "priority" and not rules.has_priority:
-            raise UserError(
-                f"policy=priority: vLLM {config.engine_version}'s V1 scheduler has fcfs only"
-            )
-        if config.async_scheduling and not rules.has_async:
-            raise UserError(
-                f"async_scheduling: vLLM {config.engine_version}'s V1 scheduler has none"
-            )
+        rules = v1_rules(config)
         self.config = config
         self.cache = KVCache(config, rules)
         self.running: list[Request] = []
@@ -105,8 +98,8 @@ class SchedulerV1:
         self._key_table = KeyTable(self.cache.key_block_size)
         self._token_budget = config.max_num_scheduled_tokens or config.max_num_batched_tokens
         self._max_running = config.max_num_active_seqs or config.max_num_seqs
-        self._reserve_full_isl = config.scheduler_reserve_full_isl and rules.reserve_full_isl
-        self._watermark = self.cache.watermark_blocks if rules.has_watermark else 0
+        self._reserve_full_isl = config.scheduler_reserve_full_isl and rules.reserves_full_isl
+        self._chunks_prompts = config.enable_chunked_prefill or not rules.can_keep_prompts_whole
         self._step_number = 0
         self._finished: list[int] = []  # since the last schedule(), to be announced to the workers
         # CPU offload only:
@@ -186,7 +179,7 @@ class SchedulerV1:
         if cap <= 0:
             return 0
         num_requests = self.num_running + self.num_waiting
-        if num_requests <= 1 and self._rules.lone_request_uncapped:
+        if num_requests <= 1 and self._rules.uncaps_lone_request:
             return 0
         if config.long_prefill_token_threshold_adaptive:
             cap = max(cap, config.max_num_batched_tokens // max(num_requests, 1))
@@ -222,9 +215,9 @@ class SchedulerV1:
                     return  # its blocks would not come back before a batch in flight has completed
                 place = len(running) - 1 if running[-1] is victim else running.index(victim)
                 del running[place]
-                if place < position:
+                was_scheduled = draft.take_back(victim)
+                if place < position and (was_scheduled or self._rules.keeps_place_after_any_victim):
                     position -= 1
-                draft.take_back(victim)
                 self._preempt(victim)
                 draft.preempted.append(victim)
                 if victim is request:
@@ -263,7 +256,7 @@ class SchedulerV1:
             if 0 < prefill_cap < num_new:
                 num_new = prefill_cap
             budget = min(draft.token_budget, draft.input_budget)
-            if num_new > budget and not self.config.enable_chunked_prefill:
+            if num_new > budget and not self._chunks_prompts:
                 draft.blocked_by = "token_budget"
                 break
             num_new = min(num_new, budget)
@@ -300,7 +293,7 @@ class SchedulerV1:
     ) -> str | None:
         """Blocks for a waiting request's first chunk, or what stands against it (spec 3.6)."""
         cache = self.cache
-        watermark = self._watermark if self.running else 0
+        watermark = cache.watermark_blocks if self.running else 0
         if self._reserve_full_isl and not cache.fits_whole(request, hit, watermark, external):
             fits = not external and cache.fits_chunk(request, hit, num_new, watermark)
             return "full_prompt" if fits else "kv_full"
@@ -358,9 +351,10 @@ class SchedulerV1:
         request.high_water = max(request.high_water, request.num_computed_tokens)
         request.status = PREEMPTED
         request.num_computed_tokens = 0
-        request.num_placeholders = 0
-        # Output of batches in flight still arrives and counts, but not for the counters reset here.
-        request.num_stale_tokens = request.num_in_flight_tokens
+        if self._rules.tracks_stale_output:
+            # Output of batches in flight still arrives and counts, but not for the counters reset here.
+            request.num_placeholders = 0
+            request.num_stale_tokens = request.num_in_flight_tokens
         request.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.push_back(request)
@@ -421,6 +415,7 @@ class SchedulerV1:
         output = StepOutput(emitted=[], finished=[])
         requests = self._requests
         is_async = self.config.async_scheduling
+        drops_output = self._rules.drops_output_of_preempted
         finished: list[Request] = []
         for index, num_tokens, emits in zip(
             step.requests, step.num_tokens, step.emits, strict=True
@@ -433,7 +428,7 @@ class SchedulerV1:
             stale = request.num_stale_tokens > 0
             if stale:
                 request.num_stale_tokens -= num_tokens
-            if not emits:
+            if not emits or (drops_output and request.status != RUNNING):
                 continue
             request.num_tokens += 1
             request.num_output_tokens += 1
