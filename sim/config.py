@@ -63,6 +63,8 @@ class SchedulerConfig:
     # V0 (0.8.5) only
     num_cpu_blocks: int = 0
     preemption_mode: Literal["recompute", "swap"] | None = None
+    # Not vLLM's: swap victims with more computed tokens, recompute the others; overrides preemption_mode.
+    swap_above_tokens: int | None = None
     max_num_partial_prefills: int = 1
     max_long_partial_prefills: int = 1
 

@@ -44,7 +44,9 @@ class SchedulerV0:
             self._key_table = KeyTable(size)
         else:
             self.blocks = BlockManagerV0(BlockStack(gpu, size), BlockStack(cpu, size, gpu), size)
-        rule = preemption_rule or preemption.preemption_rule(config.preemption_mode)
+        rule = preemption_rule or preemption.preemption_rule(
+            config.preemption_mode, config.swap_above_tokens
+        )
         self.queues = QueuesV0(config, self.blocks, self._cache, rule, victim_rule)
         self._requests: dict[int, RequestV0] = {}
         self._livelock_after = livelock_after
