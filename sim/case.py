@@ -45,8 +45,9 @@ class TransferTime:
     base: float = 0.0
     per_block: float = 0.0
 
-    def seconds(self, blocks: int) -> float:
-        return self.base + self.per_block * blocks
+    def end(self, start: float, blocks: int) -> float:
+        # Summed in this order: an arrival at the very end of a copy tells one ulp from the other.
+        return start + self.base + self.per_block * blocks
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ class _Run:
         self.channels: CopyChannels | None = None
         if case.config.kv_offload is not None:
             load, store = case.load_time, case.store_time
-            self.channels = CopyChannels(load.seconds, store.seconds)
+            self.channels = CopyChannels(load.end, store.end)
         self.stalled = False
         self.num_steps = 0
 

@@ -24,14 +24,18 @@ class Outcome:
 class CopyChannels:
     """The worker's side of the offload tier on a clock (spec 9.1, 9.2).
 
-    `load_s`, `store_s` give the seconds a copy of so many blocks takes. With each step that starts, also one
+    `load_end`, `store_end` say when a copy of so many blocks ends that starts then. With each step that starts, also one
     without requests: the stores queued by the step before are submitted, and this step's that must be
     flushed; then the loads; then whatever has ended is reported.
     """
 
-    def __init__(self, load_s: Callable[[int], float], store_s: Callable[[int], float]) -> None:
-        self._load_s = load_s
-        self._store_s = store_s
+    def __init__(
+        self,
+        load_end: Callable[[float, int], float],
+        store_end: Callable[[float, int], float],
+    ) -> None:
+        self._load_end = load_end
+        self._store_end = store_end
         self._load_free = 0.0
         self._store_free = 0.0
         self._running: dict[int, tuple[float, int | None]] = {}  # job -> (end, request if a load)
@@ -49,7 +53,7 @@ class CopyChannels:
             if number in transfers.stores:
                 self._queue_store(number, transfers, outcome)
         for number, blocks in self._queued:
-            self._store_free = max(now, self._store_free) + self._store_s(blocks)
+            self._store_free = self._store_end(max(now, self._store_free), blocks)
             self._running[number] = (self._store_free, None)
         self._queued = []
         for number in flush:
@@ -57,7 +61,7 @@ class CopyChannels:
                 now = max(now, self._running[number][0])
         for number, (request, blocks) in transfers.loads.items():
             outcome.loads[request] = blocks
-            self._load_free = max(now, self._load_free) + self._load_s(blocks)
+            self._load_free = self._load_end(max(now, self._load_free), blocks)
             self._running[number] = (self._load_free, request)
         for number in transfers.stores:
             if number not in flush:
