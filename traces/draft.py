@@ -105,10 +105,9 @@ def choose_unit(
         guess = "us"
     elif high >= 1e11 and integral:
         guess = "ms"
-    elif not integral:
-        guess = "s"
     else:
-        guess = "ms" if 0 < rate("s") < 1 / 60 else "s"
+        # Offsets of unknown unit: seconds, unless that means less than a request in ten seconds.
+        guess = "ms" if 0 < rate("s") < 0.1 else "s"
     rivals = [unit for unit in ("s", "ms") if unit != guess]
     sentence = (
         f"The file does not say the unit of its timestamps; they are taken as {guess} "
