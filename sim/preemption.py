@@ -22,7 +22,8 @@ class Victim:
     """The request that gives way.
 
     `is_prefill`: its prompt (or its recomputation) is not through yet. `can_swap_out`: does the CPU have
-    room for its blocks; `swap` does not ask, because vLLM 0.8.5 does not.
+    room for its blocks. `forced`: it gives way to a more urgent request (priority policy). `swap` asks for
+    none of them, because vLLM 0.8.5 does not.
     """
 
     num_tokens: int
@@ -31,6 +32,7 @@ class Victim:
     num_preemptions: int
     is_prefill: bool
     can_swap_out: bool
+    forced: bool = False
 
 
 PreemptionRule = Callable[[Victim], PreemptionMode]
@@ -59,15 +61,15 @@ def auto(victim: Victim) -> PreemptionMode:
 def swap_above_tokens(threshold: int) -> PreemptionRule:
     """Swap victims with more computed tokens than `threshold`, recompute the others; not a rule of vLLM's.
 
-    It keeps out of 0.8.5's traps: a victim in mid-prefill, or one for which the CPU has no room, is
-    recomputed. Raises UserError for a negative threshold.
+    It keeps out of 0.8.5's traps: a victim in mid-prefill, a forced one, or one for which the CPU has no
+    room, is recomputed. Raises UserError for a negative threshold.
     """
     if threshold < 0:
         raise UserError(f"swap-above-tokens={threshold} must not be negative")
 
     def rule(victim: Victim) -> PreemptionMode:
-        long = victim.num_computed_tokens > threshold
-        return "swap" if long and victim.can_swap_out and not victim.is_prefill else "recompute"
+        sound = victim.can_swap_out and not victim.is_prefill and not victim.forced
+        return "swap" if sound and victim.num_computed_tokens > threshold else "recompute"
 
     return rule
 

@@ -288,7 +288,7 @@ class QueuesV0:
                 victim = running.pop()
                 budget.seqs -= 1
                 # The copies of a forced swap get lost: 0.8.5 drops the list of pairs.
-                self._preempt(victim, step, [])
+                self._preempt(victim, step, [], forced=True)
                 waiting.appendleft(victim)
             waiting.appendleft(head)
         self.waiting = deque(sorted(waiting, key=rank))
@@ -341,7 +341,9 @@ class QueuesV0:
             tokens = min(tokens, left, share)
         return tokens, hits
 
-    def _preempt(self, victim: RequestV0, step: StepV0, pairs: BlockPairs) -> bool:
+    def _preempt(
+        self, victim: RequestV0, step: StepV0, pairs: BlockPairs, forced: bool = False
+    ) -> bool:
         """Take the victim's blocks. Returns whether it was swapped out (else it will be recomputed)."""
         mode = self._preemption_rule(
             Victim(
@@ -351,6 +353,7 @@ class QueuesV0:
                 num_preemptions=victim.num_preemptions,
                 is_prefill=victim.is_prefill,
                 can_swap_out=self._blocks.can_swap_out(victim),
+                forced=forced,
             )
         )
         self.num_cumulative_preemption += 1
@@ -369,7 +372,7 @@ class QueuesV0:
             victim.status = SWAPPED
             pairs += moved
             step.swapped_out_requests.append(victim.index)
-            if pairs is step.swap_out:
+            if not forced:
                 step.swapped_out[victim.index] = len(moved)
                 self.swapped_out_blocks += len(moved)
         else:

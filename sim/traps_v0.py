@@ -23,6 +23,8 @@ def warnings_for(config: SchedulerConfig) -> list[str]:
             "V0 ignores --scheduling-policy priority with chunked prefill: requests are served first come,"
             " first served"
         )
+    if chunked and config.enable_prefix_caching:
+        said += _rounding_traps(config)
     if longest > blocks - watermark:
         said.append(
             f"V0 ends prompts above {max(0, blocks - watermark) * size} tokens without output: they need more"
@@ -34,6 +36,25 @@ def warnings_for(config: SchedulerConfig) -> list[str]:
             " the cache to the last block preempt each other, or themselves, step after step"
         )
     return said
+
+
+def _rounding_traps(config: SchedulerConfig) -> list[str]:
+    """With prefix caching V0 rounds what is left of the token budget down to whole blocks (12.9)."""
+    budget, size = config.max_num_batched_tokens, config.block_size
+    share = budget // config.max_num_partial_prefills
+    if share < size:
+        return [
+            "V0 schedules nothing when a prefill's share of the token budget, here"
+            f" {budget} // {config.max_num_partial_prefills}, is below block_size={size}: with chunked prefill"
+            " and prefix caching raise max_num_batched_tokens"
+        ]
+    most = budget - size + 1
+    if most < config.max_num_seqs:
+        return [
+            f"V0 runs at most {most} of max_num_seqs={config.max_num_seqs} decodes in a step: with chunked"
+            f" prefill and prefix caching the last {size - 1} of max_num_batched_tokens={budget} stay unused"
+        ]
+    return []
 
 
 def _swap_traps(config: SchedulerConfig, longest: int) -> list[str]:
