@@ -49,7 +49,7 @@ ENGINE_FLAGS = (
 )
 @click.option(
     "--budget-minutes",
-    type=click.FloatRange(min=0.1, max=24 * 60),
+    type=click.FloatRange(min=0.01, max=24 * 60),
     default=5.0,
     show_default=True,
     help="Wall time for everything, engine starts included.",
