@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import simpy
 
+from vsim.errors import UserError
 from vsim.models.step import StepModel
 from vsim.sim.client import Client
 from vsim.sim.config import SchedulerConfig
@@ -16,20 +17,45 @@ from vsim.sim.recorder import Recorder
 from vsim.sim.run import Run
 from vsim.sim.scheduler import EngineDiedError, Scheduler
 from vsim.sim.step import Step
+from vsim.sim.transfers import CopyChannels
 from vsim.traces.trace import Trace, TraceRequest
 
 NS = 1_000_000_000
+# The engine process naps after a batch without tokens while requests remain (vLLM 0.32 v1/engine/core.py,
+# `_process_engine_step`). It matters only where a copy must end before anything can run.
+IDLE_SLEEP_NS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class HostLink:
-    """The link that V0's swaps cross, one transfer at a time. Sizes per block over all layers."""
+    """The link between GPU and CPU memory: V0's swaps, V1's offload tier. One copy at a time per direction.
+
+    `block_bytes`: one KV block over all layers of a rank.
+    """
 
     block_bytes: int
     bytes_per_s: float
 
-    def seconds(self, blocks: int) -> float:
-        return blocks * self.block_bytes / self.bytes_per_s
+    def ns(self, blocks: int) -> int:
+        return round(blocks * self.block_bytes / self.bytes_per_s * NS)
+
+    def channels(self) -> CopyChannels:
+        """The offload tier's two channels, on a clock in ns."""
+        return CopyChannels(self._end, self._end)
+
+    def _end(self, start: float, blocks: int) -> float:
+        return start + self.ns(blocks)
+
+
+@dataclass(slots=True)
+class Launched:
+    """A step on its way: scheduled, on the device from `start` to `end` (ns)."""
+
+    step: Step
+    row: dict[str, int]
+    start: int = 0
+    end: int = 0
+    ended_transfers: list[int] = field(default_factory=list)
 
 
 class Replica:
@@ -69,6 +95,12 @@ class Replica:
         self._asleep: simpy.Event | None = None
         # When each pipeline stage is free again.
         self._stage_free = [0] * config.pipeline_parallel_size
+        self._channels: CopyChannels | None = None
+        if config.kv_offload is not None:
+            if host_link is None:
+                raise UserError("kv_offloading_size needs a host link: this GPU has none on record")
+            self._channels = host_link.channels()
+        self._vain_steps = 0  # in a row
 
     def receive(self, index: int) -> None:
         """A request leaves the client; the engine can see it once the front end has handled it."""
@@ -80,7 +112,7 @@ class Replica:
     def run(self) -> Generator[simpy.Event, Any, None]:
         scheduler, env = self.scheduler, self.env
         depth = self.config.max_concurrent_batches
-        in_flight: deque[tuple[int, int, Step, dict[str, int]]] = deque()
+        in_flight: deque[Launched] = deque()
         while True:
             self._drain_inbox()
             if not scheduler.has_requests() and not in_flight:
@@ -88,23 +120,24 @@ class Replica:
                 continue
             if scheduler.has_requests():
                 step = scheduler.schedule()
-                row = self._note(step)
+                launched = Launched(step, self._note(step))
                 host, device = self._durations(step)
                 if depth > 1 and host:
                     # The CPU is busy meanwhile; what is in flight goes on.
                     yield env.timeout(host)
                     host = 0
-                in_flight.append((*self._launch(int(env.now) + host, device), step, row))
+                self._launch(launched, int(env.now) + host, device)
+                in_flight.append(launched)
                 if len(in_flight) < depth and (step.requests or scheduler.has_requests()):
                     continue
-            start, end, step, row = in_flight.popleft()
-            if end > env.now:
-                yield env.timeout(end - env.now)
+            launched = in_flight.popleft()
+            if launched.end > env.now:
+                yield env.timeout(launched.end - env.now)
                 # What arrives at this very instant comes before the next schedule(): let it.
                 yield env.timeout(0)
-            self._complete(step, row, start, end)
-            if self._nothing_can_change(step, in_flight):
-                yield from self._sleep()
+            self._complete(launched)
+            if self._in_vain(launched, in_flight):
+                yield from self._wait_for_change()
 
     def _drain_inbox(self) -> None:
         now = int(self.env.now)
@@ -135,26 +168,32 @@ class Replica:
     def _durations(self, step: Step) -> tuple[int, int]:
         """(host, device) ns of a step; a step without requests takes none, unless it moves KV."""
         moved = sum(step.swapped_in.values()) + sum(step.swapped_out.values())
-        swap = self._host_link.seconds(moved) if moved and self._host_link is not None else 0.0
+        swap = self._host_link.ns(moved) if moved and self._host_link is not None else 0
         if not step.requests:
-            return 0, round(swap * NS)
+            return 0, swap
         shape = step.shape
         host = round(self.step_model.host_seconds(shape) * NS)
-        device = round((self.step_model.device_seconds(shape) + swap) * NS)
+        device = round(self.step_model.device_seconds(shape) * NS)
         # Time moves: a model that answers 0 must not stop the clock.
-        return host, max(1, device)
+        return host, max(1, device + swap)
 
-    def _launch(self, ready: int, device_ns: int) -> tuple[int, int]:
-        """Put a step on the device, stage by stage: (start, end) in ns."""
-        if not device_ns:
-            return ready, ready
+    def _launch(self, launched: Launched, ready: int, device_ns: int) -> None:
+        """Put a step on the device, stage by stage."""
         stages = self._stage_free
-        share, rest = divmod(device_ns, len(stages))
-        start = end = max(ready, stages[0])
-        for stage in range(len(stages)):
-            end = max(end, stages[stage]) + share + (rest if stage == 0 else 0)
-            stages[stage] = end
-        return start, end
+        start = max(ready, stages[0]) if device_ns else ready
+        transfers = launched.step.transfers
+        if self._channels is not None and transfers is not None:
+            outcome = self._channels.start_step(transfers, start)
+            start = int(outcome.start)
+            launched.ended_transfers = outcome.ended
+            self.recorder.offloaded(sum(outcome.loads.values()), sum(outcome.stores.values()))
+        end = start
+        if device_ns:
+            share, rest = divmod(device_ns, len(stages))
+            for stage in range(len(stages)):
+                end = max(end, stages[stage]) + share + (rest if stage == 0 else 0)
+                stages[stage] = end
+        launched.start, launched.end = start, end
 
     def _note(self, step: Step) -> dict[str, int]:
         """Record what `schedule()` decided, and the state right after it."""
@@ -177,30 +216,43 @@ class Replica:
             "swapped_blocks": sum(step.swapped_in.values()) + sum(step.swapped_out.values()),
         }
 
-    def _complete(self, step: Step, row: dict[str, int], start: int, end: int) -> None:
-        output = self.scheduler.complete(step)
-        now = int(self.env.now)
-        self.recorder.completed(output, now)
+    def _complete(self, launched: Launched) -> None:
+        step = launched.step
+        output = self.scheduler.complete(step, launched.ended_transfers)
+        self.recorder.completed(output, int(self.env.now))
         for index in output.finished:
             self._ended(index)
-        if step.requests or step.preempted or row["swapped_blocks"]:
-            self.recorder.step({**row, "start_ns": start, "end_ns": max(end, start)})
+        if step.requests or step.preempted or launched.row["swapped_blocks"]:
+            self.recorder.step(
+                {**launched.row, "start_ns": launched.start, "end_ns": int(self.env.now)}
+            )
             if self._on_step is not None:
                 self._on_step()
 
-    def _nothing_can_change(
-        self, step: Step, in_flight: deque[tuple[int, int, Step, dict[str, int]]]
-    ) -> bool:
-        """Does the engine spin in vain until another request comes (spec 8.1)?"""
-        return (
-            not step.requests
-            and not step.preempted
-            and not step.swapped_in
-            and not step.swapped_out
-            and not step.ignored
-            and not any(entry[2].requests for entry in in_flight)
-            and self.scheduler.has_unfinished_requests()
-        )
+    def _in_vain(self, launched: Launched, in_flight: deque[Launched]) -> bool:
+        """Would the engine go on scheduling nothing until something comes from outside (spec 8.1)?"""
+        step = launched.step
+        if (
+            step.requests
+            or step.preempted
+            or step.swapped_in
+            or step.swapped_out
+            or step.ignored
+            or launched.ended_transfers
+            or any(other.step.requests for other in in_flight)
+        ):
+            self._vain_steps = 0
+            return False
+        self._vain_steps += 1
+        # With several batches in flight a request may sit out a few schedule() calls (spec 3.10).
+        patience = self.config.max_concurrent_batches if self.scheduler.num_running else 0
+        return self._vain_steps > patience and self.scheduler.has_unfinished_requests()
+
+    def _wait_for_change(self) -> Generator[simpy.Event, Any, None]:
+        if self._channels is not None and self._channels.busy:
+            yield self.env.timeout(IDLE_SLEEP_NS)
+            return
+        yield from self._sleep()
 
 
 def make_scheduler(config: SchedulerConfig) -> Scheduler:
@@ -275,7 +327,17 @@ def simulate(
         num_gpu_blocks=scheduler.num_usable_blocks,
         reasons=tuple(recorder.reasons),
         tenant_names=trace.tenant_names,
-        counters=dict(scheduler.counters),
+        counters={
+            **scheduler.counters,
+            **(
+                {
+                    "offload_loaded_blocks": recorder.loaded_blocks,
+                    "offload_stored_blocks": recorder.stored_blocks,
+                }
+                if config.kv_offload is not None
+                else {}
+            ),
+        },
         end_ns=int(env.now),
         ended_early=ended_early,
     )

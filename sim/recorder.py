@@ -40,6 +40,7 @@ class Recorder:
         self.status = [UNFINISHED] * n
         self.reason = [-1] * n
         self.reasons: list[str] = []
+        self.loaded_blocks = self.stored_blocks = 0
         self.itl: Counter[int] = Counter()
         # Tokens of a preempted request that had been computed once: computing them again is the tax.
         self._computed_before: dict[int, int] = {}
@@ -96,6 +97,11 @@ class Recorder:
             self.finish_ns[index] = now
             self.status[index] = FINISHED
             self._chunk_end.pop(index, None)
+
+    def offloaded(self, loaded_blocks: int, stored_blocks: int) -> None:
+        """Blocks that a step's start put on the way between GPU and CPU (V1's offload tier)."""
+        self.loaded_blocks += loaded_blocks
+        self.stored_blocks += stored_blocks
 
     def rejected(self, index: int, reason: str, now: int) -> None:
         """The front end (or V0's scheduler) refused the request."""

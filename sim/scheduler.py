@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from vsim.sim.step import Step, StepOutput
@@ -25,7 +26,9 @@ class Scheduler(Protocol):
 
     def schedule(self) -> Step: ...
 
-    def complete(self, step: Step) -> StepOutput: ...
+    def complete(self, step: Step, ended_transfers: Sequence[int] = ()) -> StepOutput:
+        """The step ran. `ended_transfers`: jobs of any `Step.transfers` so far that have ended by now."""
+        ...
 
     def has_requests(self) -> bool:
         """Is there anything left for which `schedule` should be called (spec 1.5)?"""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from vsim.sim import preemption
 from vsim.sim.block_keys import BlockKeys, KeyTable
 from vsim.sim.block_manager_v0 import BlockManagerV0, BlockStack, NoFreeBlocksError
@@ -105,7 +107,7 @@ class SchedulerV0:
             raise LivelockError(fruitless, step.preempted)
         return step
 
-    def complete(self, step: Step) -> StepOutput:
+    def complete(self, step: Step, ended_transfers: Sequence[int] = ()) -> StepOutput:
         """The step ran: tokens appear, and requests that are through give their blocks back at once."""
         assert isinstance(step, StepV0)
         emitted: list[int] = []
