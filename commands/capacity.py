@@ -226,6 +226,9 @@ def _show_checks(run: Deployment, log: StartupLog, checks: list[Check], verdict:
             f"\nThe log refuses the length and estimates {log.figures['estimated_max_len']:.0f}."
         )
     click.echo(f"\n{verdict}")
+    for sentence in run.assumptions:
+        if "estimate would refuse" in sentence:
+            click.echo(f"\nassumed: {sentence}")
 
 
 def _figure(value: float, unit: str) -> str:

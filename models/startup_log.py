@@ -105,12 +105,15 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
     "total_gib": (
         rf"total_gpu_memory \({_NUMBER} ?GiB\)",
         rf"Free memory on device(?: \S+)? \(-?[\d.]+/{_NUMBER} GiB\)",
+        rf"total_gpu_memory={_NUMBER} ?GiB",
     ),
+    "peak_torch_gib": (rf"peak_torch_memory={_NUMBER} ?GiB",),
     "gpu_memory_utilization": (
         rf"gpu_memory_utilization \({_NUMBER}\)",
         rf"Desired GPU memory utilization is \({_NUMBER},",
         rf"current --gpu-memory-utilization={_NUMBER} is",
         rf"Requested memory: {_NUMBER} \(util\)",
+        rf"gpu_memory_utilization={_NUMBER}$",
     ),
     "requested_gib": (
         rf"gpu_memory_utilization \([\d.]+\) = {_NUMBER} ?GiB",
@@ -126,6 +129,7 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
         rf"non_torch_memory takes {_NUMBER} ?GiB",
         rf"{_NUMBER} GiB for non-torch memory",
         rf"non-torch forward increase memory: {_NUMBER} ?GiB",
+        rf"non_torch_memory={_NUMBER} ?GiB",
     ),
     "consumed_gib": (
         rf"{_NUMBER} GiB for consumed memory",
@@ -143,7 +147,9 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
         rf"Available KV cache memory: {_NUMBER} GiB",
         rf"reserved for KV Cache is {_NUMBER} ?GiB",
         rf"Current kv cache memory in use is {_NUMBER} GiB",
+        rf"kv_cache_size={_NUMBER} ?GiB",
     ),
+    "swap_space_bytes": (rf'swap_space_bytes="{_NUMBER}"',),
     "needed_gib": (rf"\({_NUMBER} GiB KV cache is needed",),
     "kv_cache_size_tokens": (
         rf"KV cache size: {_NUMBER} tokens",
@@ -151,6 +157,7 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
     ),
     "max_model_len": (
         rf"Maximum concurrency for {_NUMBER} tokens per request",
+        rf"max seq len \({_NUMBER}\)",
         rf"max_seq_len={_NUMBER}",
     ),
     "max_concurrency": (
@@ -253,6 +260,9 @@ def parse_startup_log(text: str) -> StartupLog:
         value = _float(texts.pop("metrics_utilization"))
         if value is not None:
             figures.setdefault("gpu_memory_utilization", value)
+    if "peak_torch_gib" in figures and "weights_gib" in figures:
+        # Up to 0.6.4 the peak of PyTorch's memory was logged, weights included.
+        figures.setdefault("activation_gib", figures["peak_torch_gib"] - figures["weights_gib"])
     if texts.get("quantization") == "None":
         del texts["quantization"]
     return StartupLog(figures, texts, engine)
