@@ -20,47 +20,36 @@ Point = tuple[int, int, int, int]  # prefill_chunk, kv_prefill, n_decode, kv_dec
 class SkewAlpha:
     """How much of the way from t(mean context) to t(longest context) a batch of unequal decodes goes.
 
-    `alpha` is keyed by bin numbers (chunk, n, spread, longest context, prefill context); `*_bins` are the
-    upper edges, inclusive. Spread is (mean - min) / (max - min); the shape has no minimum, so mean / max
-    stands for it (exact for a minimum of 0, and contexts of a serving batch start near 0).
+    `alpha` is keyed by bin numbers (chunk, n, share of long ones, longest context, prefill context);
+    `*_bins` are the upper edges, inclusive. The samples have a share of the decodes at the longest context
+    and the rest at a shorter one. Of a serving batch one decode is known to be as long as the longest, so
+    its share is 1 / n: what counts is the one that the others wait for.
     """
 
     alpha: Mapping[tuple[int, int, int, int, int], float]
     default: float
     chunks: tuple[int, ...]  # profiled chunk sizes, ascending
     n_bins: tuple[float, ...]
-    spread_bins: tuple[float, ...]
+    share_bins: tuple[float, ...]
     longest_bins: tuple[float, ...]
     prefill_bins: tuple[float, ...]
 
-    def at(
-        self, chunk: float, n: int, mean: float, longest: float, prefill_context: float
-    ) -> float:
+    def at(self, chunk: float, n: int, longest: float, prefill_context: float) -> float:
         key = (
             self._chunk_bin(chunk),
             bisect_left(self.n_bins, n),
-            bisect_left(self.spread_bins, mean / longest if longest else 1.0),
+            bisect_left(self.share_bins, 1 / n),
             bisect_left(self.longest_bins, longest),
             bisect_left(self.prefill_bins, prefill_context),
         )
         return self.alpha.get(key, self.default)
 
-    def many(self, n: int, mean: FloatArray, longest: FloatArray) -> FloatArray:
-        """`at` for decode-only steps; `mean` and `longest` of shape (k,)."""
-        spread = np.searchsorted(
-            self.spread_bins, np.divide(mean, longest, out=np.ones_like(mean), where=longest > 0)
-        )
-        big = np.searchsorted(self.longest_bins, longest)
-        chunk, at_n, prefill = (
-            self._chunk_bin(0),
-            bisect_left(self.n_bins, n),
-            bisect_left(self.prefill_bins, 0),
-        )
-        table = np.full((len(self.spread_bins) + 1, len(self.longest_bins) + 1), self.default)
-        for (c, m, s, b, p), alpha in self.alpha.items():
-            if (c, m, p) == (chunk, at_n, prefill) and s < table.shape[0] and b < table.shape[1]:
-                table[s, b] = alpha
-        picked: FloatArray = table[spread, big]
+    def decode_only(self, n: int, longest: FloatArray) -> FloatArray:
+        """`at` for steps without a chunk; `longest` and the answer of shape (k,)."""
+        bins = np.searchsorted(self.longest_bins, longest)
+        middles = [*self.longest_bins, self.longest_bins[-1] + 1] if self.longest_bins else [1.0]
+        by_bin = np.array([self.at(0, n, middle, 0) for middle in middles])
+        picked: FloatArray = by_bin[bins]
         return picked
 
     def _chunk_bin(self, chunk: float) -> int:
@@ -145,7 +134,7 @@ class AttentionGrid:
         longest = shape.decode_context_max
         if self.skew is None or n == 1 or longest <= mean:
             return at_mean
-        alpha = self.skew.at(tokens, n, mean, longest, max(0.0, key - tokens / 2))
+        alpha = self.skew.at(tokens, n, longest, max(0.0, key - tokens / 2))
         if alpha == 0.0:
             return at_mean
         return at_mean + alpha * (self._mixed_us(tokens, key, n, longest) - at_mean)
@@ -162,7 +151,7 @@ class AttentionGrid:
         if self.skew is None or n == 1:
             return at_mean
         longest = (shape.decode_context_max + i).astype(np.float64)
-        alpha = self.skew.many(n, mean, longest)
+        alpha = self.skew.decode_only(n, longest)
         skewed: FloatArray = np.where(
             (longest <= mean) | (alpha == 0.0),
             at_mean,
@@ -184,7 +173,7 @@ class AttentionGrid:
         at_mean = curve(mean)
         if self.skew is None or n == 1 or longest <= mean:
             return at_mean
-        alpha = self.skew.at(0, n, mean, longest, 0)
+        alpha = self.skew.at(0, n, longest, 0)
         if alpha == 0.0:
             return at_mean
         return at_mean + alpha * (curve(longest) - at_mean)

@@ -58,6 +58,7 @@ class CapacityInput:
     available_bytes: int | None = None
     swap_space_bytes: int = 0
     fit_max_model_len: bool = False  # --max-model-len -1
+    enable_chunked_prefill: bool = True
     check_fit: bool = True  # refuse a max_model_len that the KV cache cannot hold
 
 
@@ -135,6 +136,7 @@ def _account(want: CapacityInput, stage: int) -> tuple[Term, ...]:
         DTYPE_BYTES[want.dtype],
         want.engine,
         version,
+        want.enable_chunked_prefill,
     )
     if want.engine == "v1":
         graphs = cuda_graphs(

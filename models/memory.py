@@ -54,13 +54,15 @@ def activation_peak(
     dtype_bytes: int,
     engine: str,
     version: Version,
+    chunked_prefill: bool,
 ) -> Term:
     """Transient peak of the profile run: `tokens` tokens through the widest layer, or `seqs` rows of sampling.
 
     Forward: residual, normed input and output of the layer (3 x hidden) and the gate/up product with its
     activation (3 x intermediate of the rank; for routed layers per chosen expert). Compared with vllm#10517:
     20,000 tokens of Llama 3.1 8B take 2.07 GiB, this gives 2.06 GiB. Sampling runs over the whole vocabulary
-    on every rank (`sampling_copies`).
+    on every rank (`sampling_copies`); V0's profile run with chunked prefill does not sample (0.06 GiB with 512
+    tokens in vllm#10517, 0.19 GiB with 2,048 in vllm#13061).
     """
     hidden = model.hidden_size
     widths = [0]
@@ -76,7 +78,8 @@ def activation_peak(
     kv_heads = max(1, model.num_kv_heads // tp)
     widths.append((2 * heads + 2 * kv_heads) * model.head_size)
     forward = tokens * (3 * hidden + max(widths)) * dtype_bytes
-    copies = sampling_copies(gpu, engine, version)
+    samples = engine == "v1" or not chunked_prefill
+    copies = sampling_copies(gpu, engine, version) if samples else 0.0
     sampling = round(min(seqs, tokens) * model.vocab_size * 4 * copies)
     if forward >= sampling:
         what = f"forward of {tokens} tokens"

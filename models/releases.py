@@ -81,6 +81,11 @@ def async_by_default(version: Version) -> bool:
     return _since(version, (0, 14))
 
 
+def v0_chunk_tokens(version: Version) -> int:
+    """V0's token budget under chunked prefill: 512 in 0.6.4 (vllm#10517), 2,048 in 0.7.2 and 0.8.5."""
+    return 512 if version and version < (0, 7) else 2048
+
+
 def capacity_in_one_line(version: Version) -> bool:
     """Cache size and maximum concurrency are logged in one line (0.28.0)."""
     return _since(version, (0, 28))

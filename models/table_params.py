@@ -8,7 +8,8 @@ from typing import Any
 
 from vsim.models.attention import AttentionGrid, Point, SkewAlpha
 from vsim.models.curve import Curve
-from vsim.models.tables import AllReduce, ExpertTable, TablesStepModel, capture_sizes
+from vsim.models.links import Link
+from vsim.models.tables import ExpertTable, TablesStepModel, capture_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +59,9 @@ def attention_points(data: Mapping[str, Any]) -> dict[Point, float]:
 
 def build_tables(params: Mapping[str, Any], context: StepContext) -> TablesStepModel:
     """The step model of `params`. Raises KeyError, TypeError or ValueError where they are not such parameters."""
-    skew = params.get("skew")
-    reduce = params.get("all_reduce")
-    host = params.get("host") or {}
+    skew, host = params.get("skew"), params.get("host") or {}
+    tp, dp = int(params["tensor_parallel_size"]), context.data_parallel_size
+    experts = params.get("experts")
     return TablesStepModel(
         num_layers=int(params["num_layers"]),
         per_step=_curve(params["per_step"], "tokens"),
@@ -69,15 +70,12 @@ def build_tables(params: Mapping[str, Any], context: StepContext) -> TablesStepM
         attention=AttentionGrid(
             attention_points(params["attention"]), _skew(skew) if skew else None
         ),
-        experts=_experts(params["experts"], context) if params.get("experts") else None,
-        all_reduce=AllReduce(
-            ranks=int(reduce["ranks"]),
-            latency_s=float(reduce["latency_s"]),
-            bytes_per_s=float(reduce["bytes_per_s"]),
-            bytes_per_token=int(reduce["bytes_per_token"]),
-        )
-        if reduce
+        experts=_experts(experts, tp * dp if context.enable_expert_parallel else 1)
+        if experts
         else None,
+        token_bytes=2 * int(params["hidden_size"]),
+        tensor_link=_link(params["link"], tp) if tp > 1 else None,
+        expert_link=_link(params["link"], tp * dp) if experts and dp > 1 else None,
         graph_sizes=context.graph_sizes,
         host_base_s=float(host.get("base_s", 0.0)),
         host_per_seq_s=float(host.get("per_seq_s", 0.0)),
@@ -95,7 +93,7 @@ def skew_to_json(skew: SkewAlpha) -> dict[str, Any]:
         "default": skew.default,
         "chunks": list(skew.chunks),
         "n_bins": list(skew.n_bins),
-        "spread_bins": list(skew.spread_bins),
+        "share_bins": list(skew.share_bins),
         "longest_bins": list(skew.longest_bins),
         "prefill_bins": list(skew.prefill_bins),
         "alpha": [[*key, alpha] for key, alpha in sorted(skew.alpha.items())],
@@ -110,19 +108,23 @@ def _skew(data: Mapping[str, Any]) -> SkewAlpha:
         default=float(data["default"]),
         chunks=tuple(data["chunks"]),
         n_bins=tuple(data["n_bins"]),
-        spread_bins=tuple(data["spread_bins"]),
+        share_bins=tuple(data["share_bins"]),
         longest_bins=tuple(data["longest_bins"]),
         prefill_bins=tuple(data["prefill_bins"]),
     )
 
 
-def _experts(data: Mapping[str, Any], context: StepContext) -> ExpertTable:
-    ranks = context.expert_parallel_size
+def _experts(data: Mapping[str, Any], ranks: int) -> ExpertTable:
     return ExpertTable(
         rows=tuple((int(tokens), Curve(experts, us)) for tokens, experts, us in data["rows"]),
-        num_experts=max(1, int(data["num_experts"]) // ranks),
-        top_k=float(data["top_k"]) / ranks,
+        num_experts=int(data["num_experts"]),
+        top_k=int(data["top_k"]),
+        ranks=ranks,
     )
+
+
+def _link(data: Mapping[str, Any], ranks: int) -> Link:
+    return Link(ranks, float(data["latency_s"]), float(data["bytes_per_s"]))
 
 
 def _curve(data: Mapping[str, Any], axis: str) -> Curve:

@@ -1,4 +1,4 @@
-"""A step's device time from layerwise kernel tables: dense curve, attention grid, head, all-reduce, experts."""
+"""A step's device time from layerwise kernel tables: dense curve, attention grid, head, experts, links."""
 
 from __future__ import annotations
 
@@ -8,53 +8,38 @@ from dataclasses import dataclass, field
 
 from vsim.models.attention import AttentionGrid
 from vsim.models.curve import Curve, bracket
+from vsim.models.links import Link
 from vsim.models.step import FloatArray, StepShape
 
 US = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class AllReduce:
-    """Ring all-reduce between `ranks` GPUs: 2 (ranks - 1) hops, each `latency_s` plus its share of the bytes.
-
-    With two ranks: 2 x (latency + half the bytes / bandwidth).
-    """
-
-    ranks: int
-    latency_s: float
-    bytes_per_s: float  # of one link, one way
-    bytes_per_token: int  # hidden_size x bytes per activation
-
-    def us(self, tokens: int) -> float:
-        hops = 2 * (self.ranks - 1)
-        share = tokens * self.bytes_per_token / self.ranks
-        return hops * (self.latency_s + share / self.bytes_per_s) / US
-
-
-@dataclass(frozen=True, slots=True)
 class ExpertTable:
-    """us of one MoE block: tokens -> curve over activated experts.
+    """us of one MoE block: tokens -> curve over activated experts, as measured with all experts on one GPU.
 
-    Which experts a batch wakes is not known; `activated` is their expected number when every token picks
-    `top_k` of `num_experts` at random: num_experts (1 - (1 - top_k / num_experts) ^ tokens).
+    `ranks` GPUs share the experts (expert parallelism): all of them see the group's tokens, each computes
+    the choices that fall on its own experts. Which experts a batch wakes is not known; `activated` is their
+    expected number when every token picks `top_k` of `num_experts` at random.
     """
 
     rows: tuple[tuple[int, Curve], ...]  # ascending tokens
-    num_experts: int  # on this rank
-    top_k: float  # of a token's choices, how many fall on this rank
+    num_experts: int  # of the model
+    top_k: int
+    ranks: int = 1
 
-    def activated(self, tokens: int) -> float:
-        if self.top_k >= self.num_experts:
-            return float(self.num_experts)
-        share = self.top_k / self.num_experts
-        return max(
-            min(self.top_k, self.num_experts), self.num_experts * (1 - (1 - share) ** tokens)
-        )
+    def activated(self, tokens: float) -> float:
+        """Expected number of a rank's experts that the group's `tokens` wake; at least one."""
+        local = self.num_experts / self.ranks
+        share = min(1.0, self.top_k / self.num_experts)
+        return max(min(1.0, local), local * (1 - (1 - share) ** tokens))
 
-    def us(self, tokens: int) -> float:
-        axis = [at for at, _ in self.rows]
-        experts = self.activated(tokens)
-        i, j, weight = bracket(axis, tokens)
+    def us(self, group_tokens: float) -> float:
+        """us of a rank's block when the group has `group_tokens` tokens."""
+        experts = self.activated(group_tokens)
+        # A rank's share of the token-expert pairs is that of a lone GPU with so many fewer tokens.
+        tokens = group_tokens / self.ranks
+        i, j, weight = bracket([at for at, _ in self.rows], tokens)
         low = self.rows[i][1](experts)
         return low if i == j else low + weight * (self.rows[j][1](experts) - low)
 
@@ -78,7 +63,7 @@ def capture_sizes(
 class TablesStepModel:
     """Sum of measured kernel times. Curves are in us per call, the result in seconds.
 
-    A step: `per_step`(tokens) + layers x (`per_layer`(tokens) + attention + [experts] + [all-reduces])
+    A step: `per_step`(tokens) + layers x (`per_layer`(tokens) + attention + [experts] + [collectives])
     + `head`(sequences that are sampled from: all of them). Tokens are padded to the next CUDA-graph size
     where one exists. No CPU time is in here, and none of the gaps between kernels.
     """
@@ -89,12 +74,12 @@ class TablesStepModel:
     head: Curve  # lm_head and sampler, over sequences
     attention: AttentionGrid
     experts: ExpertTable | None = None
-    all_reduce: AllReduce | None = None
-    all_reduces_per_layer: int = 2
+    token_bytes: int = 0  # hidden_size x bytes per activation: what a collective moves for a token
+    tensor_link: Link | None = None  # two all-reduces a layer and one after the embedding
+    expert_link: Link | None = None  # dispatch and combine around each MoE block (data parallel)
     graph_sizes: Sequence[int] = ()
     host_base_s: float = 0.0
     host_per_seq_s: float = 0.0
-    # Tokens that the other ranks of an expert-parallel group bring to this rank's experts, per own token.
     _by_tokens: dict[int, float] = field(default_factory=dict, init=False)
     _by_seqs: dict[int, float] = field(default_factory=dict, init=False)
 
@@ -125,22 +110,44 @@ class TablesStepModel:
             return tokens
         return sizes[bisect_left(sizes, tokens)]
 
+    def lockstep_seconds(self, shapes: Sequence[StepShape]) -> float:
+        """Device seconds of one step of data-parallel ranks that wait for each other at every MoE block.
+
+        `shapes`: one per rank. Where all ranks run a CUDA graph they run the largest one's; the slowest
+        rank's attention and head hold up the others. Source: vLLM 0.19 v1/worker/dp_utils.py,
+        `coordinate_batch_across_dp`; forward_context.py, `DPMetadata`.
+        """
+        tokens = [self.padded(shape.num_tokens) for shape in shapes]
+        largest = max(tokens)
+        if self.graph_sizes and largest <= self.graph_sizes[-1]:
+            tokens = [largest] * len(tokens)
+        head = max(self.head(shape.num_seqs) for shape in shapes) * US
+        attention = max(self.attention.us(shape) for shape in shapes)
+        return self._token_seconds(largest, sum(tokens)) + head + self._attention_scale * attention
+
     def _fixed(self, tokens: int, seqs: int) -> float:
         by_tokens = self._by_tokens.get(tokens)
         if by_tokens is None:
-            by_tokens = (
-                self._token_seconds(self.padded(tokens), self.padded(tokens)) if tokens else 0.0
-            )
+            padded = self.padded(tokens)
+            by_tokens = self._token_seconds(padded, padded) if tokens else 0.0
             self._by_tokens[tokens] = by_tokens
         by_seqs = self._by_seqs.get(seqs)
         if by_seqs is None:
             by_seqs = self._by_seqs[seqs] = self.head(seqs) * US if seqs else 0.0
         return by_tokens + by_seqs
 
-    def _token_seconds(self, tokens: int, expert_tokens: int) -> float:
+    def _token_seconds(self, tokens: int, group_tokens: int) -> float:
+        """Everything but attention and head: `tokens` on this rank, `group_tokens` on all that share experts."""
         layer = self.per_layer(tokens)
         if self.experts is not None:
-            layer += self.experts.us(expert_tokens)
-        if self.all_reduce is not None:
-            layer += self.all_reduces_per_layer * self.all_reduce.us(tokens)
-        return (self.per_step(tokens) + self.num_layers * layer) * US
+            layer += self.experts.us(group_tokens)
+            if self.expert_link is not None:
+                # Hidden states and router logits (4 bytes an expert at most) out, hidden states back.
+                routed = self.token_bytes + 2 * self.experts.num_experts
+                layer += self.expert_link.all_gather_s(tokens * routed) / US
+                layer += self.expert_link.all_gather_s(tokens * self.token_bytes) / US
+        seconds = (self.per_step(tokens) + self.num_layers * layer) * US
+        if self.tensor_link is not None:
+            reduces = 2 * self.num_layers + 1
+            seconds += reduces * self.tensor_link.all_reduce_s(tokens * self.token_bytes)
+        return seconds

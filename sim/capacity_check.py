@@ -245,6 +245,7 @@ def capacity_input(run: Deployment, available_bytes: int | None = None) -> Capac
         enforce_eager=run.enforce_eager,
         engine=config.engine,
         engine_version=config.engine_version,
+        enable_chunked_prefill=config.enable_chunked_prefill,
         available_bytes=available_bytes,
     )
 

@@ -391,7 +391,8 @@ def _prediction(
             RowResult(name, "predicted", "predicted", f"refused: {str(error)[:100]}", str(blocks))
         ]
     fit = run.capacity
-    if blocks is not None:
+    one_rank = _text(row, "kind") == "dense-multirank" and available is not None and available > 0
+    if blocks is not None and not one_rank:
         ours, seen, unit = float(fit.num_gpu_blocks), float(blocks), "blocks"
     else:
         ours, seen, unit = fit.available_bytes / GIB, available or 0.0, "KV GiB"

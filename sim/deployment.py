@@ -420,6 +420,7 @@ def resolve(
             available_bytes=available_kv_cache_bytes,
             swap_space_bytes=round(swap * GIB),
             fit_max_model_len=fit_length,
+            enable_chunked_prefill=chunked,
             check_fit=not what_if,
         )
     )
@@ -482,7 +483,8 @@ def _batch(
     _positive("max_num_seqs", seqs)
     _positive("max_num_batched_tokens", tokens)
     if engine == "v0":
-        default_tokens = 2048 if chunked else max(length, 2048)
+        budget = releases.v0_chunk_tokens(version)
+        default_tokens = budget if chunked else max(length, 2048)
         why = "chunked prefill" if chunked else "max_model_len without chunked prefill"
         return (
             flags.take("max_num_seqs", seqs, 256),

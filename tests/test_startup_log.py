@@ -177,6 +177,36 @@ def test_blocks_are_exact_wherever_available_memory_is_reported() -> None:
     assert exact == ["K01", "K08", "K10", "K11", "K15", "K16", "K18"]
 
 
+def test_memory_is_not_monotonic_in_the_length() -> None:
+    """vllm#10517: Llama 3.1 8B on an RTX 3090 runs with 20k, 35k and 45k, but not with 29k tokens.
+
+    V0's profile run takes max_model_len tokens up to 32k, where chunked prefill (512 tokens) sets in.
+    Posted: 1952 blocks, refused with 1478 (23,648 tokens), then 5.82 GiB.
+    """
+
+    def blocks(length: int, **flags: Any) -> int:
+        return resolve(
+            "meta-llama/Llama-3.1-8B",
+            "rtx3090",
+            engine="v0",
+            engine_version="0.6.4",
+            max_model_len=length,
+            **flags,
+        ).kv_cache_blocks
+
+    assert blocks(20_000) == pytest.approx(1952, rel=0.005)
+    with pytest.raises(UserError, match=r"max seq len \(29000\) is larger"):
+        blocks(29_000)
+    assert blocks(29_000, what_if=True) == pytest.approx(1478, rel=0.005)
+    assert blocks(45_000) == pytest.approx(5.82 * 512, rel=0.005)
+
+
+def test_gpt_oss_120b_does_not_fit_one_h100() -> None:
+    """vllm#23278 (0.10.1): "Available KV cache memory: -2.14 GiB" (K61)."""
+    with pytest.raises(UserError, match=r"leaves -2\.1\d GiB for the KV cache"):
+        resolve("openai/gpt-oss-120b", "h100", engine_version="0.10.1")
+
+
 def test_predictions_from_gpu_and_model_alone() -> None:
     """The error we have today, so that a change that makes it worse is seen; the table is in docs/capacity.md."""
     errors = {
