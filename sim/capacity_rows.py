@@ -374,6 +374,8 @@ def _prediction(
     gpu, (model, dtype) = gpu_of(row), model_of(row)
     if gpu is None or model is None or (blocks is None and available is None):
         return []
+    if engine == "v0" and _int(row, "max_model_len") is None:
+        return []  # V0 profiles with max_model_len tokens: without it nothing can be said
     try:
         run = _resolved(row, model, gpu, dtype, engine, release)
     except UserError as error:
