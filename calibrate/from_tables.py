@@ -14,15 +14,12 @@ from vsim.errors import UserError
 from vsim.models.artifact import Calibration
 from vsim.models.attention import Point, SkewAlpha
 from vsim.models.domain import Domain
+from vsim.models.links import LinkFigures, link_figures
 from vsim.models.table_params import attention_to_json, curve_to_json, skew_to_json
 
 ONCE_A_STEP = {"embedding", "final_layernorm"}
 TWICE_A_LAYER = {"layernorm"}
 DENSE_MLP = {"gate_up_proj", "act_fn", "down_proj"}
-
-# Assumed between two GPUs without NVLink, as the tables' authors do; no table measures it.
-ALL_REDUCE_LATENCY_S = 20e-6
-ALL_REDUCE_BYTES_PER_S = 16e9
 
 
 def from_tables(
@@ -33,6 +30,7 @@ def from_tables(
     tensor_parallel_size: int = 1,
     num_experts: int = 0,
     experts_per_token: int = 0,
+    link: LinkFigures | None = None,
     source: str = "",
     licence: str = "",
 ) -> Calibration:
@@ -40,6 +38,7 @@ def from_tables(
 
     Raises UserError if a file is missing or a row can't be read.
     """
+    link = link or link_figures(None)
     meta_path = folder / "meta.yaml"
     meta = _meta(meta_path)
     tables = folder / f"tp{tensor_parallel_size}"
@@ -64,7 +63,11 @@ def from_tables(
         "attention": attention_to_json(points),
         "skew": skew_to_json(skew) if skew else None,
         "experts": None,
-        "all_reduce": None,
+        "link": {
+            "latency_s": link.latency_s,
+            "bytes_per_s": link.bytes_per_s,
+            "source": link.source,
+        },
     }
     assumptions = ["host CPU time of a step is not in the tables: taken as hidden (0 s)"]
     if moe is not None:
@@ -77,17 +80,9 @@ def from_tables(
         assumptions.append(
             "tokens choose experts at random: which experts a batch wakes is not known"
         )
-    if tensor_parallel_size > 1:
-        params["all_reduce"] = {
-            "ranks": tensor_parallel_size,
-            "latency_s": ALL_REDUCE_LATENCY_S,
-            "bytes_per_s": ALL_REDUCE_BYTES_PER_S,
-            "bytes_per_token": 2 * hidden_size,
-        }
-        assumptions.append(
-            f"all-reduce is not measured: {ALL_REDUCE_LATENCY_S * 1e6:g} us a hop and "
-            f"{ALL_REDUCE_BYTES_PER_S / 1e9:g} GB/s assumed"
-        )
+    if tensor_parallel_size > 1 or moe is not None:
+        how = "measured elsewhere on this kind of GPU" if link.measured else "not measured"
+        assumptions.append(f"the link between GPUs is {how}, not in the tables ({link.source})")
     return Calibration(
         kind="tables",
         params=params,
@@ -248,7 +243,7 @@ def _skew(
         default=float(per_tp.get("alpha_default", 0.0)),
         chunks=chunks,
         n_bins=tuple(axes["n_bins"][1:-1]),
-        spread_bins=tuple(axes["skew_rate_bins"][1:-1]),
+        share_bins=tuple(axes["skew_rate_bins"][1:-1]),
         longest_bins=tuple(axes["kv_big_bins"][1:-1]),
         prefill_bins=tuple(axes["kp_bins"][1:-1]),
     )

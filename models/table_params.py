@@ -19,9 +19,8 @@ class StepContext:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     enforce_eager: bool = False
-    expert_parallel_size: int = (
-        1  # ranks that share the experts (TP x DP under --enable-expert-parallel)
-    )
+    data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     largest_graph: int = 512
     block_size: int | None = None  # None: the one that was measured
 

@@ -16,10 +16,12 @@ from vsim.calibrate.from_tables import from_tables
 from vsim.errors import UserError
 from vsim.models.attention import AttentionGrid, SkewAlpha
 from vsim.models.curve import Curve
+from vsim.models.hardware import find_gpu
+from vsim.models.links import Link, link_figures
 from vsim.models.load import load_step_model
 from vsim.models.step import StepShape, decode_run_seconds
 from vsim.models.table_params import StepContext
-from vsim.models.tables import AllReduce, ExpertTable, capture_sizes
+from vsim.models.tables import ExpertTable, capture_sizes
 
 CASES = Path(__file__).parent / "data" / "cases"
 RTX4090 = load_step_model("rtx4090-llama-3.1-8b").model
@@ -156,19 +158,41 @@ def test_capture_sizes_are_those_the_real_run_printed() -> None:
     assert capture_sizes(128, 2048)[-1] == 256
 
 
-def test_an_all_reduce_of_two_ranks_is_two_hops_of_half_the_bytes() -> None:
-    reduce = AllReduce(ranks=2, latency_s=20e-6, bytes_per_s=16e9, bytes_per_token=8192)
-    assert reduce.us(1000) == pytest.approx(2 * (20 + 8192 * 1000 / 2 / 16e9 * 1e6))
+def test_an_all_reduce_of_two_ranks_sends_the_tensor_once_each_way() -> None:
+    assert Link(2, 20e-6, 32e9).all_reduce_s(32e6) == pytest.approx(20e-6 + 1e-3)
+    assert Link(4, 0.0, 1e9).all_reduce_s(4e9) == pytest.approx(6.0)
+
+
+@pytest.mark.parametrize(
+    ("kib", "us"), [(4, 12.7), (64, 14.8), (256, 21.7), (1024, 41.0), (4096, 124.9), (16384, 471.1)]
+)
+def test_the_measured_link_is_met_within_ten_percent(kib: int, us: float) -> None:
+    figures = link_figures(find_gpu("RTXPRO6000"))
+    link = Link(2, figures.latency_s, figures.bytes_per_s)
+    assert link.all_reduce_s(kib * 1024) * 1e6 == pytest.approx(us, rel=0.1)
 
 
 def test_experts_wake_with_the_tokens() -> None:
-    table = ExpertTable(
-        ((1, Curve([8, 128], [10, 100])), (256, Curve([8, 128], [10, 100]))), 128, 8
-    )
-    assert table.activated(1) == 8
+    rows = ((1, Curve([1, 8, 128], [3, 10, 100])), (256, Curve([1, 8, 128], [3, 10, 100])))
+    table = ExpertTable(rows, 128, 8)
+    assert table.activated(1) == pytest.approx(8)
     assert 100 < table.activated(32) < 128
-    assert table.us(1) == 10
     assert table.us(256) == pytest.approx(100, rel=0.01)
+
+
+def test_two_ranks_hold_half_the_experts_each_and_see_all_tokens() -> None:
+    rows = tuple((t, Curve([1, 64, 128], [t + 1, t + 64, t + 128])) for t in (1, 2048))
+    alone, shared = ExpertTable(rows, 128, 8), ExpertTable(rows, 128, 8, ranks=2)
+    assert shared.activated(100) == pytest.approx(alone.activated(100) / 2)
+    assert shared.us(2000) == pytest.approx(1000 + 64)
+    assert alone.us(1000) == pytest.approx(1000 + 128)
+
+
+def test_in_lockstep_the_slowest_rank_sets_the_pace() -> None:
+    busy, idle = decodes(64, 2000), StepShape((), 1, 0, 0)
+    alone = RTX4090.device_seconds(busy)
+    assert RTX4090.lockstep_seconds([busy, idle]) == pytest.approx(alone, rel=1e-9)  # type: ignore[attr-defined]
+    assert RTX4090.lockstep_seconds([busy]) == pytest.approx(alone, rel=1e-9)  # type: ignore[attr-defined]
 
 
 # --- reading the tables ---------------------------------------------------------------------------------
@@ -223,10 +247,12 @@ def test_tables_of_another_size_are_not_taken_for_this_one(profile: Path) -> Non
         from_tables(profile, num_layers=32, hidden_size=4096, tensor_parallel_size=2)
 
 
-def test_two_ranks_add_an_all_reduce_that_is_called_assumed() -> None:
+def test_two_ranks_add_collectives_that_are_called_assumed() -> None:
     folder = CASES / "rtxpro6000-llama-3.1-8b" / "profile"
     calibration = from_tables(folder, num_layers=32, hidden_size=4096, tensor_parallel_size=2)
-    assert any("all-reduce is not measured" in sentence for sentence in calibration.assumptions)
+    assert any(
+        "link between GPUs is not measured" in sentence for sentence in calibration.assumptions
+    )
     two = calibration.step_model(StepContext(128, 2048)).device_seconds(decodes(64, 1000))
     assert two < RTXPRO.device_seconds(decodes(64, 1000))
 
