@@ -11,17 +11,22 @@ from vsim.models.capacity import Capacity, CapacityInput, size_kv_cache
 from vsim.models.hardware import Gpu, find_gpu
 from vsim.models.memory import GIB
 from vsim.models.model_spec import ModelSpec, load_model
-from vsim.models.quantization import (
-    DTYPE_NAMES,
-    KV_CACHE_DTYPES,
-    Quantization,
-    resolve_quantization,
-)
+from vsim.models.quantization import Quantization, resolve_quantization
 from vsim.sim import defaults
 from vsim.sim.config import KVGroup, KVOffload, SchedulerConfig
+from vsim.sim.flags import (
+    GIVEN,
+    Flags,
+    async_scheduling_of,
+    batch_limits,
+    cache_dtype,
+    check_parallel,
+    check_scheduler,
+    model_dtype,
+    model_length,
+    positive,
+)
 
-GIVEN = "given"
-COMPUTED = "computed"
 Usage = Literal["server", "llm"]
 
 
@@ -75,149 +80,6 @@ class Deployment:
             "origins": dict(self.origins),
             "assumptions": list(self.assumptions),
         }
-
-
-class _Flags:
-    """Resolved values and their origins, collected in the order in which they are decided."""
-
-    def __init__(self, release: str) -> None:
-        self.values: dict[str, Any] = {}
-        self.origins: dict[str, str] = {}
-        self.assumptions: list[str] = []
-        self.release = release
-
-    def take(self, name: str, given: Any, default: Any, why: str = "") -> Any:
-        """`given` unless it is None, else vLLM's default; recorded with its origin."""
-        value = default if given is None else given
-        text = f"{self.release} default" + (f" for {why}" if why else "")
-        self.values[name] = value
-        self.origins[name] = text if given is None else GIVEN
-        return value
-
-    def compute(self, name: str, value: Any, how: str) -> Any:
-        self.values[name] = value
-        self.origins[name] = f"{COMPUTED}: {how}" if how else COMPUTED
-        return value
-
-
-def _positive(name: str, value: int | None, least: int = 1) -> None:
-    if value is not None and value < least:
-        raise UserError(f"{name}={value} must be at least {least}")
-
-
-def _dtype(model: ModelSpec, gpu: Gpu, asked: str | None, flags: _Flags) -> str:
-    """vLLM's dtype rule (0.32 config/model.py, `_get_and_verify_dtype`; platforms/cuda.py for bfloat16)."""
-    old = gpu.compute_capability is not None and gpu.compute_capability < (8, 0)
-    if asked is not None and asked != "auto":
-        name = DTYPE_NAMES.get(asked.lower())
-        if name is None:
-            raise UserError(
-                f"Unknown dtype: {asked!r}. Must be one of auto, half, float16, bfloat16, float, float32."
-            )
-        if name == "bfloat16" and old and gpu.compute_capability is not None:
-            raise UserError(
-                "Bfloat16 is only supported on GPUs with compute capability of at least 8.0. Your "
-                f"{gpu.device_name} GPU has compute capability {gpu.compute_capability[0]}."
-                f"{gpu.compute_capability[1]}. You can use float16 instead by explicitly setting the `dtype` "
-                "flag in CLI, for example: --dtype=half."
-            )
-        flags.values["dtype"], flags.origins["dtype"] = name, GIVEN
-        return name
-    own = DTYPE_NAMES.get(model.dtype.lower(), "bfloat16")
-    name = "bfloat16" if own == "float32" else own
-    how = (
-        f"the model's own ({model.dtype})" if name == own else "float32 checkpoints run in 16 bits"
-    )
-    if name == "bfloat16" and old:
-        name, how = "float16", f"{gpu.name} does not support bfloat16"
-        flags.assumptions.append(
-            f"{gpu.name} does not support bfloat16: vLLM falls back to float16 for {model.name}"
-        )
-    return str(flags.compute("dtype", name, how))
-
-
-def _kv_cache_dtype(asked: str | None, dtype: str, model: ModelSpec, flags: _Flags) -> str:
-    if asked is not None and asked != "auto" and asked not in KV_CACHE_DTYPES:
-        raise UserError(
-            f"kv_cache_dtype={asked!r} is not one vsim can size: must be auto, {', '.join(KV_CACHE_DTYPES)}"
-        )
-    if asked in ("fp8_ds_mla", "nvfp4_ds_mla") and model.mla is None:
-        raise UserError(
-            f"kv_cache_dtype={asked} is for multi-head latent attention; {model.name} has none"
-        )
-    flags.take("kv_cache_dtype", asked, "auto")
-    return dtype if asked in (None, "auto") else str(asked)
-
-
-def _max_model_len(model: ModelSpec, asked: int | None, flags: _Flags) -> tuple[int, bool]:
-    """(max_model_len, fit it to the memory?). -1 asks vLLM to fit it."""
-    derived = model.max_model_len
-    if asked is None or asked == -1:
-        flags.compute("max_model_len", derived, f"{model.name}'s config")
-        return derived, asked == -1
-    _positive("max_model_len", asked)
-    if asked > derived:
-        raise UserError(
-            f"User-specified max_model_len ({asked}) is greater than the derived max_model_len "
-            f"(max_position_embeddings={derived} in {model.name}'s config.json)."
-        )
-    flags.values["max_model_len"], flags.origins["max_model_len"] = asked, GIVEN
-    return asked, False
-
-
-def _parallel(model: ModelSpec, tp: int, pp: int, dp: int, expert_parallel: bool) -> None:
-    """vLLM's refusals of a parallel layout (0.32 config/model.py, `verify_with_parallel_config`)."""
-    for name, value in (
-        ("tensor_parallel_size", tp),
-        ("pipeline_parallel_size", pp),
-        ("data_parallel_size", dp),
-    ):
-        _positive(name, value)
-    if model.num_attention_heads % tp:
-        raise UserError(
-            f"Total number of attention heads ({model.num_attention_heads}) must be divisible by tensor "
-            f"parallel size ({tp})."
-        )
-    if model.mla is None and model.num_kv_heads % tp and tp % model.num_kv_heads:
-        raise UserError(
-            f"Total number of KV heads ({model.num_kv_heads}) and tensor parallel size ({tp}) must divide "
-            f"one another ({model.name})."
-        )
-    if pp > model.num_layers:
-        raise UserError(
-            f"pipeline_parallel_size={pp} exceeds the {model.num_layers} layers of {model.name}"
-        )
-    if expert_parallel and model.moe is None:
-        raise UserError(
-            f"Number of experts in the model must be greater than 0 when expert parallelism is enabled "
-            f"({model.name} is dense)."
-        )
-
-
-def _scheduler_checks(config: SchedulerConfig) -> None:
-    """vLLM's refusals of scheduler flags (0.32 config/scheduler.py, `verify_max_model_len`)."""
-    tokens, seqs, length = config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len
-    if tokens < length and not config.enable_chunked_prefill:
-        raise UserError(
-            f"max_num_batched_tokens ({tokens}) is smaller than max_model_len ({length}). This effectively "
-            "limits the maximum sequence length to max_num_batched_tokens and makes vLLM reject longer "
-            "sequences. Please increase max_num_batched_tokens or decrease max_model_len."
-        )
-    if tokens < seqs:
-        raise UserError(
-            f"max_num_batched_tokens ({tokens}) must be greater than or equal to max_num_seqs ({seqs})."
-        )
-    if config.max_num_active_seqs is not None and config.max_num_active_seqs > seqs:
-        raise UserError(
-            f"max_num_active_seqs ({config.max_num_active_seqs}) cannot be greater than max_num_seqs ({seqs})."
-        )
-    if config.long_prefill_token_threshold > length:
-        raise UserError(
-            f"long_prefill_token_threshold ({config.long_prefill_token_threshold}) cannot be greater than the "
-            f"max_model_len ({length})."
-        )
-    if not 0.0 <= config.watermark < 1.0:
-        raise UserError(f"watermark={config.watermark} must be in the range [0.0, 1.0)")
 
 
 def resolve(
@@ -278,19 +140,19 @@ def resolve(
         raise UserError(f"usage={usage!r} must be server or llm")
     gpu = find_gpu(gpu) if isinstance(gpu, str) else gpu
     model = load_model(model) if isinstance(model, str) else model
-    flags = _Flags("vLLM " + ".".join(str(n) for n in version[: 2 if engine == "v1" else 3]))
+    flags = Flags("vLLM " + ".".join(str(n) for n in version[: 2 if engine == "v1" else 3]))
 
     tp = flags.take("tensor_parallel_size", tensor_parallel_size, 1)
     pp = flags.take("pipeline_parallel_size", pipeline_parallel_size, 1)
     dp = flags.take("data_parallel_size", data_parallel_size, 1)
     expert_parallel = flags.take("enable_expert_parallel", enable_expert_parallel, False)
-    _parallel(model, tp, pp, dp, expert_parallel)
-    dtype = _dtype(model, gpu, dtype, flags)
+    check_parallel(model, tp, pp, dp, expert_parallel)
+    dtype = model_dtype(model, gpu, dtype, flags)
     weights = resolve_quantization(model, quantization, gpu, flags.assumptions)
     flags.values["quantization"] = weights.method if weights else None
     flags.origins["quantization"] = GIVEN if quantization else "the model's config"
-    kv_dtype = _kv_cache_dtype(kv_cache_dtype, dtype, model, flags)
-    length, fit_length = _max_model_len(model, max_model_len, flags)
+    kv_dtype = cache_dtype(kv_cache_dtype, dtype, model, flags)
+    length, fit_length = model_length(model, max_model_len, flags)
     utilization = flags.take(
         "gpu_memory_utilization",
         gpu_memory_utilization,
@@ -302,13 +164,13 @@ def resolve(
         ("kv_cache_memory_bytes", kv_cache_memory_bytes),
         ("num_gpu_blocks_override", num_gpu_blocks_override),
     ):
-        _positive(name, value)
+        positive(name, value)
         flags.take(name, value, None)
     eager = flags.take("enforce_eager", enforce_eager, False)
 
     default_block, why = defaults.block_size(gpu, engine, model.mla is not None)
     block = flags.take("block_size", block_size, default_block, why)
-    _positive("block_size", block)
+    positive("block_size", block)
     if (refusal := defaults.block_size_refusal(gpu, engine, block)) is not None:
         if not what_if:
             raise UserError(f"block_size={block}: {refusal}.")
@@ -328,7 +190,7 @@ def resolve(
             "max_model_len > 32768" if long else "",
         )
         caching = flags.take("enable_prefix_caching", enable_prefix_caching, False)
-    seqs, tokens = _batch(
+    seqs, tokens = batch_limits(
         flags,
         gpu,
         engine,
@@ -357,10 +219,10 @@ def resolve(
             "swap_space and kv_offloading_size are GiB of host memory and cannot be negative"
         )
     if max_num_scheduled_tokens is not None:
-        _positive("max_num_scheduled_tokens", max_num_scheduled_tokens)
-    _positive("max_num_active_seqs", max_num_active_seqs)
-    _positive("long_prefill_token_threshold", long_prefill_token_threshold, 0)
-    async_on = _async_default(flags, gpu, engine, version, async_scheduling)
+        positive("max_num_scheduled_tokens", max_num_scheduled_tokens)
+    positive("max_num_active_seqs", max_num_active_seqs)
+    positive("long_prefill_token_threshold", long_prefill_token_threshold, 0)
+    async_on = async_scheduling_of(flags, gpu, engine, version, async_scheduling)
     config = SchedulerConfig(
         engine="v0" if engine == "v0" else "v1",
         engine_version=release,
@@ -392,7 +254,7 @@ def resolve(
         v2_model_runner=gpu.platform != "cpu",
         preemption_mode=mode,
     )
-    _scheduler_checks(config)
+    check_scheduler(config)
     batches = config.max_concurrent_batches if releases.counts_batches_in_flight(version) else 1
     in_flight = batches * tokens
     capacity = size_kv_cache(
@@ -467,57 +329,6 @@ def resolve(
     )
 
 
-def _batch(
-    flags: _Flags,
-    gpu: Gpu,
-    engine: str,
-    version: tuple[int, ...],
-    usage: str,
-    world_size: int,
-    seqs: int | None,
-    tokens: int | None,
-    chunked: bool,
-    length: int,
-) -> tuple[int, int]:
-    """(max_num_seqs, max_num_batched_tokens) (0.32 `_set_default_max_num_seqs_and_batched_tokens_args`)."""
-    _positive("max_num_seqs", seqs)
-    _positive("max_num_batched_tokens", tokens)
-    if engine == "v0":
-        budget = releases.v0_chunk_tokens(version)
-        default_tokens = budget if chunked else max(length, 2048)
-        why = "chunked prefill" if chunked else "max_model_len without chunked prefill"
-        return (
-            flags.take("max_num_seqs", seqs, 256),
-            flags.take("max_num_batched_tokens", tokens, default_tokens, why),
-        )
-    default_tokens, default_seqs, why = defaults.batch_defaults(gpu, usage, world_size, version)
-    if tokens is None:
-        admitted = seqs if seqs is not None else default_seqs
-        if not chunked and length > default_tokens:
-            default_tokens, why = length, "max_model_len without chunked prefill"
-        if admitted * length < default_tokens:
-            default_tokens, why = admitted * length, "max_num_seqs x max_model_len"
-    resolved_tokens = flags.take("max_num_batched_tokens", tokens, default_tokens, why)
-    _, _, seq_why = defaults.batch_defaults(gpu, usage, world_size, version)
-    if seqs is None and default_seqs > resolved_tokens:
-        default_seqs, seq_why = resolved_tokens, "max_num_batched_tokens"
-    return flags.take("max_num_seqs", seqs, default_seqs, seq_why), resolved_tokens
-
-
-def _async_default(
-    flags: _Flags, gpu: Gpu, engine: str, version: tuple[int, ...], asked: bool | None
-) -> bool:
-    """Async scheduling is on unless the platform switches it off (0.32 config/vllm.py, platforms/cpu.py)."""
-    if engine == "v0":
-        if asked:
-            raise UserError("--async-scheduling is a flag of V1; vLLM 0.8.5's V0 engine has none")
-        return bool(flags.compute("async_scheduling", False, "V0 has none"))
-    if gpu.platform == "cpu":
-        return bool(flags.compute("async_scheduling", False, "the CPU platform switches it off"))
-    on = releases.async_by_default(version)
-    return bool(flags.take("async_scheduling", asked, on, "" if on else "releases before 0.14"))
-
-
 def _groups(capacity: Capacity) -> tuple[KVGroup, ...]:
     """The scheduler's view of the KV cache groups."""
     return tuple(
@@ -531,7 +342,7 @@ def _groups(capacity: Capacity) -> tuple[KVGroup, ...]:
 
 
 def _offload(
-    flags: _Flags, size_gib: float | None, capacity: Capacity, ranks: int
+    flags: Flags, size_gib: float | None, capacity: Capacity, ranks: int
 ) -> KVOffload | None:
     """V1's CPU tier (spec 9.6): the size is the total over all ranks."""
     flags.take("kv_offloading_size", size_gib, None)
