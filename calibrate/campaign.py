@@ -72,6 +72,7 @@ def engine_args(
     *,
     on_cpu: bool,
     tensor_parallel_size: int = 1,
+    kv_cache_gib: float | None = None,
     flags: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """vLLM's EngineArgs for a measuring engine: random weights, no tokenizer, steps one after the other."""
@@ -88,6 +89,9 @@ def engine_args(
     }
     if block_size is not None:
         args["block_size"] = block_size
+    if on_cpu and kv_cache_gib is not None:
+        # VLLM_CPU_KVCACHE_SPACE knows whole GiB only.
+        args["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
     args |= {name: value for name, value in (flags or {}).items() if value is not None}
     if args.get("dtype") == "auto":
         args["dtype"] = "bfloat16"
@@ -200,7 +204,7 @@ def _session(
     """One engine at one block size, until the clock says so. Returns the seconds its start took."""
     began = time.monotonic()
     on_cpu = plan.gpu.platform == "cpu"
-    env = worker_environment(plan.threads, plan.kv_cache_gib, on_cpu)
+    env = worker_environment(plan.threads, on_cpu)
     say(f"block size {block_size}: starting vLLM", progress)
     with Worker(python, env, folder) as worker:
         check_device(plan.gpu, worker.hello, plan.tensor_parallel_size)
@@ -209,6 +213,7 @@ def _session(
             block_size,
             on_cpu=on_cpu,
             tensor_parallel_size=plan.tensor_parallel_size,
+            kv_cache_gib=plan.kv_cache_gib,
             flags=plan.engine_flags,
         )
         started = worker.start(args, plan.temperature)

@@ -22,6 +22,7 @@ from vsim.models.engine_steps import attention_features, build_engine_steps
 FloatArray = npt.NDArray[np.float64]
 
 MIN_SAMPLES = 30
+BUSY_SHARE = 0.1  # disturbed steps beyond which the rest is not to be trusted either
 HUBER_K = 2.0  # residuals beyond this many robust standard deviations lose weight
 ROUNDS = 12
 SMOOTHING = 2e-3  # pull of neighbouring slopes of the token curve towards each other
@@ -34,19 +35,7 @@ def fit_samples(samples: Samples, provenance: dict[str, Any]) -> Calibration:
     Non-negative least squares on relative errors, re-weighted so that outliers lose their say (Huber).
     `provenance` is kept as given and completed with the samples' hash. Raises UserError for too few samples.
     """
-    grid = samples.usable("grid")
-    notes = []
-    if len(grid) < MIN_SAMPLES:
-        # A machine so busy that hardly a step was left alone: better a model that says so than none.
-        grid = [row for row in samples.rows if row.phase == "grid" and not row.warmup]
-        notes.append(
-            "most steps were disturbed by other processes: disturbed steps were fitted too, "
-            "so expect this profile to be slower than the device is"
-        )
-    if len(grid) < MIN_SAMPLES:
-        raise UserError(
-            f"{len(grid)} step samples are too few to fit (at least {MIN_SAMPLES}): measure longer"
-        )
+    grid, notes = _rows_to_fit(samples)
     params = fit_params(grid)
     held_out = samples.usable("serve") or [
         row for row in samples.rows if row.phase == "serve" and not row.warmup
@@ -72,6 +61,41 @@ def fit_samples(samples: Samples, provenance: dict[str, Any]) -> Calibration:
             "assumptions": [*provenance.get("assumptions", ()), *notes],
         },
     )
+
+
+def _rows_to_fit(samples: Samples) -> tuple[list[StepSample], list[str]]:
+    """The grid's steps that can be believed, and sentences about how they were chosen."""
+    everything = [row for row in samples.rows if row.phase == "grid" and not row.warmup]
+    share = sum(row.disturbed for row in everything) / max(1, len(everything))
+    if share <= BUSY_SHARE:
+        rows, notes = [row for row in everything if not row.disturbed], []
+    else:
+        # Other work only ever adds time, also to steps that kept their core: caches and memory are shared.
+        rows = _fastest_repeats(everything)
+        notes = [
+            f"{share:.0%} of the steps were disturbed by other processes: of each step the fastest repeat "
+            "was fitted, which is near to what a quiet machine does but less sure"
+        ]
+    if len(rows) < MIN_SAMPLES:
+        raise UserError(
+            f"{len(rows)} step samples are too few to fit (at least {MIN_SAMPLES}): measure longer"
+        )
+    return rows, notes
+
+
+def _fastest_repeats(rows: Sequence[StepSample]) -> list[StepSample]:
+    """Of each composition the sample that took least. A scene's decode steps differ by one token of context
+    each: they count as one composition, of which as many are kept as one repeat has."""
+    groups: dict[tuple[str, int, int, int, int], list[StepSample]] = defaultdict(list)
+    for row in rows:
+        key = (row.point, row.block_size, row.num_decodes, row.prefill_tokens, len(row.prefill_new))
+        groups[key].append(row)
+    kept: list[StepSample] = []
+    for group in groups.values():
+        repeats = len({(row.session, row.repeat) for row in group})
+        group.sort(key=lambda row: row.total_s)
+        kept += group[: max(1, len(group) // repeats // 2)]
+    return kept
 
 
 def fit_params(rows: Sequence[StepSample]) -> dict[str, Any]:

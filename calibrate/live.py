@@ -79,7 +79,7 @@ def live_check(plan: LivePlan, say: Callable[[str], None]) -> LiveResult:
         calibration = transferred(calibration, spec)
     on_cpu = gpu.platform == "cpu"
     python = find_vllm_python(plan.vllm_python)
-    env = worker_environment(plan.threads, plan.kv_cache_gib, on_cpu)
+    env = worker_environment(plan.threads, on_cpu)
     with tempfile.TemporaryDirectory(prefix="vsim-spot-") as scratch:
         folder = Path(scratch)
         model_folder = write_model(config, folder / "model")
@@ -91,6 +91,7 @@ def live_check(plan: LivePlan, say: Callable[[str], None]) -> LiveResult:
                 plan.block_size,
                 on_cpu=on_cpu,
                 tensor_parallel_size=int(says.get("tensor_parallel_size") or 1),
+                kv_cache_gib=plan.kv_cache_gib,
                 flags={"dtype": says.get("dtype"), **plan.engine_flags},
             )
             started = worker.start(args, float(says.get("temperature") or 0.0))

@@ -67,7 +67,7 @@ def _has_v1(folder: str) -> bool:
     return (major, minor) >= (0, 19)
 
 
-def worker_environment(threads: int, kv_cache_gib: float | None, on_cpu: bool) -> dict[str, str]:
+def worker_environment(threads: int, on_cpu: bool) -> dict[str, str]:
     """Environment of the measuring process: offline, one process, few pinned threads."""
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
     env.update(
@@ -89,8 +89,6 @@ def worker_environment(threads: int, kv_cache_gib: float | None, on_cpu: bool) -
         env["PYTHONPATH"] = os.environ["PYTHONPATH"]  # a CUDA vLLM may live there
     if on_cpu:
         env.update(OMP_NUM_THREADS=str(threads), VLLM_CPU_OMP_THREADS_BIND="nobind")
-        if kv_cache_gib is not None:
-            env["VLLM_CPU_KVCACHE_SPACE"] = f"{kv_cache_gib:g}"
     return env
 
 

@@ -78,7 +78,7 @@ ENGINE_FLAGS = (
     type=click.FloatRange(min=0.01),
     default=1.0,
     show_default=True,
-    help="CPU only: VLLM_CPU_KVCACHE_SPACE.",
+    help="CPU only: memory for the KV cache.",
 )
 @click.option("--temperature", type=click.FloatRange(min=0.0), default=0.0, show_default=True)
 @click.option(
