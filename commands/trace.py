@@ -64,3 +64,7 @@ def convert(path: Path, out: Path, trace_flags: dict[str, Any], target: str | No
     click.echo(f"wrote {len(read):,} requests to {out} as {target}")
     for sentence in (*read.assumptions, *said):
         click.echo(f"note: {sentence}", err=True)
+
+
+# The makers hang themselves on the group above.
+from vsim.commands import trace_make  # noqa: E402, F401
