@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "validate": ("validate", "validate", "Predict a real vLLM run and print the error."),
     "calibrate": ("calibrate", "calibrate", "Time real vLLM on this device and fit a step model."),
     "spotcheck": ("spotcheck", "spotcheck", "Check a prediction against the real engine, here."),
+    "compare": ("compare", "compare", "Runs side by side; an exit code for CI gates."),
     "debug": ("debug", "debug", "See what the scheduler decided, step by step."),
     "catalog": ("catalog", "catalog", "List the bundled GPUs, models and profiles, with sources."),
 }

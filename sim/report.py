@@ -44,7 +44,13 @@ def render_report(run: Run, summary: Mapping[str, Any]) -> str:
     ]
     if run.counters:
         sections.append(_section("Counters", report_tables.settings_table(run.counters)))
-    return _page(run, summary, words, sections, found)
+    kind = "Measured run" if run.origin == "measured" else "Simulated run"
+    title = " on ".join(
+        str(part)
+        for part in (setting(run.config, "model"), setting(run.config, "gpu"))
+        if part is not None
+    )
+    return page(title or kind, kind, _head(run, summary, words), sections, found)
 
 
 _LATENCY = ("cdf-request", "cdf-token", "ttft-time", "tpot-time", "e2el-time")
@@ -60,19 +66,8 @@ _TIMELINES = (
 )
 
 
-def _page(
-    run: Run,
-    summary: Mapping[str, Any],
-    sentences: Sequence[str],
-    sections: Sequence[str],
-    found: Sequence[Chart],
-) -> str:
-    title = " on ".join(
-        str(part)
-        for part in (setting(run.config, "model"), setting(run.config, "gpu"))
-        if part is not None
-    )
-    kind = "Measured run" if run.origin == "measured" else "Simulated run"
+def _head(run: Run, summary: Mapping[str, Any], sentences: Sequence[str]) -> str:
+    """What happened, in words and in the main numbers."""
     words = " ".join(esc(sentence) for sentence in sentences)
     # A number stays on one line with its unit.
     words = re.sub(r"(\d) (%|ms|s|min|h)(?![\w/])", "\\1\N{NO-BREAK SPACE}\\2", words)
@@ -81,7 +76,15 @@ def _page(
         if run.ended_early
         else ""
     )
-    data = {chart.id: chart_data(chart) for chart in found if len(chart.x)}
+    return (
+        f"{early}<p class=lead>{words}</p>{_assumptions(run.assumptions)}"
+        f"<div class=tiles>{report_tables.tiles(summary)}</div>"
+    )
+
+
+def page(title: str, kind: str, head: str, sections: Sequence[str], charts: Sequence[Chart]) -> str:
+    """A self-contained page. `head` and `sections` are HTML; `title` and `kind` are text."""
+    data = {chart.id: chart_data(chart) for chart in charts if len(chart.x)}
     # "<" never occurs in the data block: no string in it can close the script.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return (
@@ -89,10 +92,9 @@ def _page(
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name=viewport content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
-        f"<title>{esc(title or kind)} – vsim</title><style>{_asset('report.css')}</style></head>\n"
-        f"<body><header><p class=kind>{kind} · vsim</p><h1>{esc(title or kind)}</h1>"
-        f"{early}<p class=lead>{words}</p>{_assumptions(run.assumptions)}"
-        f"<div class=tiles>{report_tables.tiles(summary)}</div></header>\n<main>"
+        f"<title>{esc(title)} – vsim</title><style>{_asset('report.css')}</style></head>\n"
+        f"<body><header><p class=kind>{esc(kind)} · vsim</p><h1>{esc(title)}</h1>{head}</header>\n"
+        "<main>"
         + "\n".join(sections)
         + "</main>\n<footer>Latencies are on the client's clock and defined as in "
         "<code>vllm bench serve</code>: TTFT and E2EL start when the client sends.</footer>"
