@@ -135,13 +135,17 @@ def _show(run: Deployment) -> None:
         rows.append(("KV memory in use", _gib(fit.available_bytes), "--num-gpu-blocks-override"))
     _table(rows)
     click.echo("")
+    kinds: dict[str, list[int]] = {}
+    for g in fit.layout.groups:
+        kind = g.kind + (f" (window {g.window})" if g.window else "")
+        kinds.setdefault(kind, []).append(len(g.layers))
     groups = ", ".join(
-        f"{len(g.layers)} layers {g.kind}" + (f" (window {g.window})" if g.window else "")
-        for g in fit.layout.groups
+        f"{len(n)} x {max(n)} layers {kind}" if len(n) > 1 else f"{n[0]} layers {kind}"
+        for kind, n in kinds.items()
     )
     _table(
         [
-            ("KV bytes per token", f"{fit.kv_bytes_per_token:,}", f"per rank, {run.kv_cache_dtype}, all layers"),
+            ("KV bytes per token", f"{fit.kv_bytes_per_token:,}", f"of one rank, {run.kv_cache_dtype}, all its layers"),
             ("KV cache groups", str(len(fit.layout.groups)), groups),
             ("block size", str(fit.block_size), run.origins["block_size"]),
             ("bytes per block", f"{fit.bytes_per_block:,}", "per rank"),

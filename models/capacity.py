@@ -81,7 +81,7 @@ class Capacity:
     max_model_len: int
     kv_cache_size_tokens: int
     max_concurrency: float
-    kv_bytes_per_token: int  # per rank, over all of its layers, if every layer kept every token
+    kv_bytes_per_token: int  # of one rank, over its layers, if every layer kept every token
     weight_bytes: int
 
 
@@ -216,6 +216,7 @@ def size_kv_cache(want: CapacityInput) -> Capacity:
         tokens = int(concurrency * max_model_len)
     else:
         tokens = num_blocks // len(layout.groups) * want.block_size
+    pages = [layer.page_bytes for layer in layer_kv(want)]
     poorest = min(range(len(stages)), key=lambda i: available[i] // layout.bytes_per_block[i])
     return Capacity(
         terms=terms,
@@ -231,7 +232,7 @@ def size_kv_cache(want: CapacityInput) -> Capacity:
         max_model_len=max_model_len,
         kv_cache_size_tokens=tokens,
         max_concurrency=concurrency,
-        kv_bytes_per_token=sum(x.page_bytes for x in layer_kv(want)) // want.block_size,
+        kv_bytes_per_token=sum(pages[i] for i in stages[poorest]) // want.block_size,
         weight_bytes=sum(rank_weight_bytes(want, 0)),
     )
 

@@ -27,23 +27,28 @@ def batch_defaults(
     return (8192 if offline else 2048), 256, f"{gpu.name} ({kind})"
 
 
-def block_size(gpu: Gpu, engine: str, mla: bool) -> tuple[int, str]:
-    """The KV block size without `--block-size`, and why.
+def block_size(
+    gpu: Gpu, engine: str, mla: bool, kv_cache_dtype: str, version: Version = ()
+) -> tuple[int, str]:
+    """The KV block size without `--block-size`, and why if it is not CacheConfig's 16.
 
-    CacheConfig's 16, unless the platform or the attention backend asks for more (0.32 platforms/cpu.py,
-    platforms/interface.py `update_block_size_for_backend`, backends' `get_preferred_block_size`).
+    The platform or the attention backend may ask for more (0.32 platforms/cpu.py, platforms/interface.py
+    `update_block_size_for_backend`, platforms/cuda.py `_get_backend_priorities`, the backends'
+    `get_supported_kernel_block_sizes`).
     """
     if gpu.platform == "cpu" and engine == "v1":
         return (16, "its MLA kernel") if mla else (128, "the CPU backend")
     if gpu.platform == "npu":
         return 128, "the Ascend plug-in"
-    if mla and engine == "v1" and gpu.compute_capability is not None:
+    if mla and gpu.compute_capability is not None:
         major = gpu.compute_capability[0]
         if major == 10:
             return 32, "the FlashInfer MLA backend"
-        if major == 9:
+        # FlashAttention's MLA kernel takes 16, but no fp8 cache; FlashMLA takes multiples of 64.
+        old = engine == "v0" or (version and version < (0, 11))
+        if major == 9 and (old or kv_cache_dtype.startswith("fp8")):
             return 64, "the FlashMLA backend"
-    return 16, "every backend of this device takes it"
+    return 16, ""
 
 
 def block_size_refusal(gpu: Gpu, engine: str, size: int) -> str | None:

@@ -168,7 +168,7 @@ def resolve(
         flags.take(name, value, None)
     eager = flags.take("enforce_eager", enforce_eager, False)
 
-    default_block, why = defaults.block_size(gpu, engine, model.mla is not None)
+    default_block, why = defaults.block_size(gpu, engine, model.mla is not None, kv_dtype, version)
     block = flags.take("block_size", block_size, default_block, why)
     positive("block_size", block)
     if (refusal := defaults.block_size_refusal(gpu, engine, block)) is not None:

@@ -113,3 +113,12 @@ def test_qwen_counts_kv_heads_not_hidden_size() -> None:
     """vllm#22291: Qwen2.5-7B takes 57,344 bytes a token, not the 1.53 MB of a formula with the hidden size."""
     assert size("Qwen/Qwen2.5-7B-Instruct", 20.0).kv_bytes_per_token == 57_344
     assert load_model("Qwen/Qwen2.5-7B-Instruct").num_kv_heads == 4
+
+
+def test_pipeline_stages_hold_their_own_layers() -> None:
+    one, two = (
+        size("meta-llama/Llama-3.1-70B", 40.0, tensor_parallel_size=4, pipeline_parallel_size=pp)
+        for pp in (1, 2)
+    )
+    assert one.kv_bytes_per_token == 2 * two.kv_bytes_per_token == 81_920
+    assert two.num_gpu_blocks == 2 * one.num_gpu_blocks

@@ -193,3 +193,21 @@ def test_offloading_counts_chunks_over_all_ranks() -> None:
     run = llama(tensor_parallel_size=2, kv_offloading_size=4.0)
     assert run.scheduler.kv_offload is not None
     assert run.scheduler.kv_offload.cpu_blocks == 2048
+
+
+@pytest.mark.parametrize(
+    ("gpu", "kv_cache_dtype", "block"),
+    [("h200", None, 16), ("h200", "fp8", 64), ("b200", None, 32), ("a100", None, 16)],
+)
+def test_latent_attention_picks_the_block_size_of_its_kernel(
+    gpu: str, kv_cache_dtype: str | None, block: int
+) -> None:
+    """vLLM 0.32 platforms/cuda.py: FlashAttention's MLA first on Hopper (no fp8), FlashInfer's on Blackwell."""
+    run = resolve(
+        "deepseek-ai/DeepSeek-V3",
+        gpu,
+        kv_cache_dtype=kv_cache_dtype,
+        available_kv_cache_bytes=40 * GIB,
+        tensor_parallel_size=8,
+    )
+    assert run.scheduler.block_size == block
