@@ -287,16 +287,19 @@ def v1_case(pick: Picker) -> Case:
     if one_in(pick, 4):
         config["idle_sleep"] = 0.001
     groups = 1
-    kind = pick.one_of(["plain"] * 5 + ["pp", "pp", "hybrid", "hybrid", "offload"])
-    if kind == "pp":
-        config["pipeline_parallel_size"] = pick.integer(2, 4)
-    elif kind == "hybrid":
+    # vsim refuses a CPU tier under sliding windows: never both.
+    kind = pick.one_of(["plain"] * 6 + ["hybrid", "hybrid", "offload", "offload"])
+    if kind == "hybrid":
         config["kv_groups"] = kv_groups(pick, block_size)
         groups = len(config["kv_groups"])
+        if one_in(pick, 4):
+            config["prefix_cache_retention_interval"] = block_size * pick.one_of([1, 2, 4])
     elif kind == "offload":
         config["kv_offload"] = kv_offload(pick, usable)
         config["idle_sleep"] = 0.001
-    if kind != "pp" and config["async_scheduling"] and one_in(pick, 4):
+    if one_in(pick, 4):
+        config["pipeline_parallel_size"] = pick.integer(2, 4)
+    elif config["async_scheduling"] and one_in(pick, 4):
         config["v2_model_runner"] = False
     config["num_gpu_blocks"] = usable * groups + 1
     return {"config": config, "requests": requests}
