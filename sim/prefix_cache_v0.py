@@ -27,12 +27,15 @@ class Evictor:
     A block that is taken back keeps its entry in the heap. Such entries are passed over when they surface,
     but only if the block is in use or its time differs: one that was freed again with the same time (a
     swapped-out block never gets one) is mistaken for the new entry, as in 0.8.5. Where even the depth is
-    equal, 0.8.5 goes by hash value, which differs from process to process; here older content goes first.
+    equal, 0.8.5 goes by hash value. That differs from process to process (before Python 3.12 it takes in
+    the address of None), so the same run may die or not; here the valid entry goes first, and
+    `coin_flips` counts.
     """
 
     def __init__(self) -> None:
         self._held: dict[int, tuple[float, int, int]] = {}  # block -> time, -tokens, key
         self._heap: list[tuple[float, int, int, int]] = []
+        self.coin_flips = 0
 
     def __len__(self) -> int:
         return len(self._held)
@@ -55,12 +58,27 @@ class Evictor:
     def evict(self) -> tuple[int, int]:
         """The next block to reuse and the key it was found under."""
         while self._heap:
-            time, _, block, key = heappop(self._heap)
+            entry = heappop(self._heap)
+            time, _, block, _ = entry
             held = self._held.get(block)
             if held is not None and held[0] == time:
                 del self._held[block]
-                return block, key
+                return block, self._valid_first(entry, held[2])
         raise NoFreeBlocksError
+
+    def _valid_first(self, entry: tuple[float, int, int, int], valid: int) -> int:
+        """The key of `entry`, or `valid` if an entry that is equal but for its key has that one."""
+        heap = self._heap
+        equals = [entry]
+        while heap and heap[0][:3] == entry[:3]:
+            equals.append(heappop(heap))
+        keys = [key for *_, key in equals]
+        self.coin_flips += len(set(keys)) > 1
+        chosen = keys.index(valid) if valid in keys else 0
+        for position, other in enumerate(equals):
+            if position != chosen:
+                heappush(heap, other)
+        return keys[chosen]
 
 
 class PrefixCachingStack:
@@ -91,6 +109,11 @@ class PrefixCachingStack:
     def num_cached_free(self) -> int:
         """Free blocks that still hold content somebody may ask for."""
         return len(self._evictor)
+
+    @property
+    def coin_flips(self) -> int:
+        """Evictions in which 0.8.5 would have gone by hash value: one process would have gone on, another died."""
+        return self._evictor.coin_flips
 
     def hashless_free_ids(self) -> list[int]:
         return self._free[::-1]

@@ -201,6 +201,11 @@ class SchedulerV0:
         return self.queues.blocked_by
 
     @property
+    def coin_flips(self) -> int:
+        """Decisions so far that 0.8.5 leaves to chance (prefix_cache_v0.py `Evictor`): it may have died there."""
+        return 0 if self._cache is None else self._cache.coin_flips + self._cpu_cache.coin_flips
+
+    @property
     def counters(self) -> dict[str, int]:
         return {
             "preemptions": self.queues.num_cumulative_preemption,

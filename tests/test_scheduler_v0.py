@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from vsim.errors import UserError
 from vsim.sim import preemption
+from vsim.sim.block_manager_v0 import NoFreeBlocksError
 from vsim.sim.config import SchedulerConfig
 from vsim.sim.engine import make_scheduler
 from vsim.sim.preemption import Victim
+from vsim.sim.prefix_cache_v0 import Evictor
 from vsim.sim.scheduler_v0 import SchedulerV0
 from vsim.sim.step_v0 import EngineDiedV0Error, LivelockError, StepV0
 from vsim.sim.traps_v0 import warnings_for
@@ -484,3 +486,42 @@ def test_blocks_are_conserved_and_every_request_is_served_once(
     for request in requests:
         most = config.max_model_len + 1 - request.prompt_tokens
         assert tokens[request.index] <= min(request.output_tokens, most)
+
+
+# --- the evictor -----------------------------------------------------------------------------------------
+
+
+def test_eviction_goes_by_oldest_use_then_longest_prefix_then_lowest_id() -> None:
+    evictor = Evictor()
+    for block, tokens, used in ((1, 4, 2.0), (2, 8, 2.0), (3, 8, 2.0), (4, 4, 1.0)):
+        evictor.add(block, key=block, prefix_tokens=tokens, last_access=used)
+    assert [evictor.evict()[0] for _ in range(4)] == [4, 2, 3, 1]
+    with pytest.raises(NoFreeBlocksError):
+        evictor.evict()
+
+
+def test_a_block_taken_back_is_passed_over() -> None:
+    evictor = Evictor()
+    evictor.add(1, key=10, prefix_tokens=4, last_access=1.0)
+    evictor.add(2, key=20, prefix_tokens=4, last_access=2.0)
+    evictor.remove(1)
+    evictor.add(1, key=10, prefix_tokens=4, last_access=3.0)
+    assert [evictor.evict() for _ in range(2)] == [(2, 20), (1, 10)]
+
+
+def test_an_outdated_entry_of_the_same_time_is_taken_for_the_new_one() -> None:
+    # A swapped-out block has no time of last use; 0.8.5 then evicts it under its former content and dies.
+    evictor = Evictor()
+    evictor.add(1, key=10, prefix_tokens=8, last_access=-1.0)
+    evictor.remove(1)
+    evictor.add(1, key=11, prefix_tokens=4, last_access=-1.0)
+    assert evictor.evict() == (1, 10)
+
+
+def test_what_0_8_5_leaves_to_the_hash_seed_is_counted() -> None:
+    evictor = Evictor()
+    evictor.add(1, key=10, prefix_tokens=4, last_access=-1.0)
+    evictor.remove(1)
+    evictor.add(1, key=11, prefix_tokens=4, last_access=-1.0)
+    assert evictor.evict() == (1, 11)
+    assert evictor.coin_flips == 1
