@@ -11,11 +11,10 @@ import simpy
 
 from vsim.errors import UserError
 from vsim.models.step import StepModel
-from vsim.sim.client import Client
 from vsim.sim.config import SchedulerConfig
 from vsim.sim.recorder import Recorder
 from vsim.sim.run import Run
-from vsim.sim.scheduler import EngineDiedError, Scheduler
+from vsim.sim.scheduler import Scheduler
 from vsim.sim.step import Step
 from vsim.sim.transfers import CopyChannels
 from vsim.traces.trace import Trace, TraceRequest
@@ -79,14 +78,20 @@ class Replica:
         front_end: Callable[[TraceRequest], str | None] | None = None,
         host_link: HostLink | None = None,
         on_step: Callable[[], None] | None = None,
+        number: int = 0,
     ) -> None:
+        self.number = number
+        self.in_flight = (
+            0  # requests sent here and not ended: all that a router can know by counting
+        )
+        self.in_flight_prompt_tokens = 0
         self.env = env
         self.trace = trace
         self.scheduler = scheduler
         self.config = config
         self.step_model = step_model
         self.recorder = recorder
-        self._ended = ended
+        self._tell_client = ended
         self._frontend_ns = frontend_ns
         self._front_end = front_end
         self._host_link = host_link
@@ -104,6 +109,8 @@ class Replica:
 
     def receive(self, index: int) -> None:
         """A request leaves the client; the engine can see it once the front end has handled it."""
+        self.in_flight += 1
+        self.in_flight_prompt_tokens += int(self.trace.prompt_tokens[index])
         self._inbox.append((int(self.env.now) + self._frontend_ns, index))
         if self._asleep is not None:
             self._asleep.succeed()
@@ -138,6 +145,21 @@ class Replica:
             self._complete(launched)
             if self._in_vain(launched, in_flight):
                 yield from self._wait_for_change()
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of KV blocks in use (vllm:kv_cache_usage_perc)."""
+        return 1 - self.scheduler.num_free_blocks / self.scheduler.num_usable_blocks
+
+    @property
+    def num_waiting(self) -> int:
+        """vllm:num_requests_waiting."""
+        return self.scheduler.num_waiting
+
+    def _ended(self, index: int) -> None:
+        self.in_flight -= 1
+        self.in_flight_prompt_tokens -= int(self.trace.prompt_tokens[index])
+        self._tell_client(index)
 
     def _drain_inbox(self) -> None:
         now = int(self.env.now)
@@ -224,7 +246,8 @@ class Replica:
             self._ended(index)
         if step.requests or step.preempted or launched.row["swapped_blocks"]:
             self.recorder.step(
-                {**launched.row, "start_ns": launched.start, "end_ns": int(self.env.now)}
+                {**launched.row, "start_ns": launched.start, "end_ns": int(self.env.now)},
+                self.number,
             )
             if self._on_step is not None:
                 self._on_step()
@@ -285,59 +308,12 @@ def simulate(
     A run that cannot go on (the head of the queue never fits; the real engine would have died) ends there
     and says so in `Run.ended_early`.
     """
-    env = simpy.Environment(initial_time=0)
-    recorder = Recorder(trace)
-    scheduler = make_scheduler(config)
-    client = Client(env, trace, lambda index: replica.receive(index), max_concurrency)
-    replica = Replica(
-        env,
+    from vsim.sim.cluster import ReplicaSpec, simulate_cluster
+
+    return simulate_cluster(
         trace,
-        scheduler,
-        config,
-        step_model,
-        recorder,
-        client.finished,
-        frontend_ns=round(frontend_s * NS),
+        [ReplicaSpec(config, step_model, host_link, frontend_s)],
+        max_concurrency=max_concurrency,
         front_end=front_end,
-        host_link=host_link,
-        on_step=None if on_step is None else lambda: on_step(int(env.now), client.num_ended),
-    )
-    env.process(client.run())
-    env.process(replica.run())
-    ended_early = None
-    try:
-        env.run()
-    except EngineDiedError as death:
-        ended_early = f"the engine died: {death}"
-    left = len(trace) - client.num_ended
-    if left and ended_early is None:
-        ended_early = (
-            f"stalled: {left} of {len(trace)} requests could never be scheduled "
-            f"({scheduler.num_waiting} waiting, {scheduler.num_free_blocks} of "
-            f"{scheduler.num_usable_blocks} KV blocks free)"
-        )
-    itl_ns, itl_count = recorder.gaps()
-    return Run(
-        origin="simulated",
-        requests=recorder.request_columns(client.columns()),
-        steps=recorder.step_columns(),
-        itl_ns=itl_ns,
-        itl_count=itl_count,
-        block_size=config.block_size,
-        num_gpu_blocks=scheduler.num_usable_blocks,
-        reasons=tuple(recorder.reasons),
-        tenant_names=trace.tenant_names,
-        counters={
-            **scheduler.counters,
-            **(
-                {
-                    "offload_loaded_blocks": recorder.loaded_blocks,
-                    "offload_stored_blocks": recorder.stored_blocks,
-                }
-                if config.kv_offload is not None
-                else {}
-            ),
-        },
-        end_ns=int(env.now),
-        ended_early=ended_early,
+        on_step=on_step,
     )

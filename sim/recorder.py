@@ -9,6 +9,7 @@ import numpy as np
 
 from vsim.sim.run import (
     FINISHED,
+    OPTIONAL_REQUEST_COLUMNS,
     OPTIONAL_STEP_COLUMNS,
     REJECTED,
     REQUEST_COLUMNS,
@@ -26,9 +27,11 @@ _TYPECODE = {"int64": "q", "int32": "i"}
 class Recorder:
     """Per-request marks (lists of length n) and per-step columns of one simulation. Times in ns."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, num_replicas: int = 1) -> None:
         n = len(trace)
         self.trace = trace
+        self.replica = [-1] * n if num_replicas > 1 else None
+        self.step_replica = array("i") if num_replicas > 1 else None
         self.first_scheduled_ns = [-1] * n
         self.first_token_ns = [-1] * n
         self.last_token_ns = [-1] * n
@@ -44,8 +47,7 @@ class Recorder:
         self.itl: Counter[int] = Counter()
         # Tokens of a preempted request that had been computed once: computing them again is the tax.
         self._computed_before: dict[int, int] = {}
-        # Progress of prompts that are not through yet; a decode's progress follows from its output.
-        self._chunk_end: dict[int, int] = {}
+        self._computed = [0] * n  # tokens with KV, what is in flight included
         self.steps = {name: array(_TYPECODE[kind]) for name, kind in STEP_COLUMNS.items()}
         self.emitted = array("i")  # tokens per recorded step: the optional column of that name
         self._last_emitted = 0
@@ -54,11 +56,8 @@ class Recorder:
         """`schedule()` returned `step` at `now`."""
         for victim in step.preempted:
             self.preemptions[victim] += 1
-            done = self._chunk_end.get(victim, 0)
-            if self.output_tokens[victim]:
-                # All but the newest token have their KV.
-                done = int(self.trace.prompt_tokens[victim]) + self.output_tokens[victim] - 1
-            self._computed_before[victim] = max(done, self._computed_before.get(victim, 0))
+            before = self._computed_before.get(victim, 0)
+            self._computed_before[victim] = max(before, self._computed[victim])
         for index in step.new:
             self.first_scheduled_ns[index] = now
         if step.new:
@@ -69,16 +68,13 @@ class Recorder:
         for index, tokens, computed in zip(
             step.requests, step.num_tokens, step.num_computed, strict=True
         ):
-            if not self.output_tokens[index]:
-                self._chunk_end[index] = computed + tokens
+            done = self._computed[index] = computed + tokens
             if self._computed_before:
-                before = self._computed_before.get(index)
-                if before is not None:
-                    self.recomputed_tokens[index] += max(
-                        0, min(before, computed + tokens) - computed
-                    )
-                    if computed + tokens >= before:
-                        del self._computed_before[index]
+                before = self._computed_before.get(index, 0)
+                if before > computed:
+                    self.recomputed_tokens[index] += min(before, done) - computed
+                if done >= before:
+                    self._computed_before.pop(index, None)
 
     def completed(self, output: StepOutput, now: int) -> None:
         """A step's outputs were processed at `now`."""
@@ -96,7 +92,6 @@ class Recorder:
         for index in output.finished:
             self.finish_ns[index] = now
             self.status[index] = FINISHED
-            self._chunk_end.pop(index, None)
 
     def offloaded(self, loaded_blocks: int, stored_blocks: int) -> None:
         """Blocks that a step's start put on the way between GPU and CPU (V1's offload tier)."""
@@ -111,8 +106,10 @@ class Recorder:
         self.status[index] = REJECTED
         self.finish_ns[index] = now
 
-    def step(self, row: dict[str, int]) -> None:
+    def step(self, row: dict[str, int], replica: int = 0) -> None:
         """One row of `STEP_COLUMNS`."""
+        if self.step_replica is not None:
+            self.step_replica.append(replica)
         for name, column in self.steps.items():
             column.append(row[name])
         self.emitted.append(self._last_emitted)
@@ -136,15 +133,22 @@ class Recorder:
             "tenant": zeros if trace.tenant is None else trace.tenant,
             "priority": zeros if trace.priority is None else trace.priority,
         }
-        return {name: np.asarray(given[name], dtype=kind) for name, kind in REQUEST_COLUMNS.items()}
+        dtypes = dict(REQUEST_COLUMNS)
+        if self.replica is not None:
+            given["replica"] = self.replica
+            dtypes["replica"] = OPTIONAL_REQUEST_COLUMNS["replica"]
+        return {name: np.asarray(given[name], dtype=kind) for name, kind in dtypes.items()}
 
     def step_columns(self) -> dict[str, Column]:
-        dtypes = {**STEP_COLUMNS, "emitted": OPTIONAL_STEP_COLUMNS["emitted"]}
+        dtypes = {**STEP_COLUMNS, **OPTIONAL_STEP_COLUMNS}
+        columns = {**self.steps, "emitted": self.emitted}
+        if self.step_replica is not None:
+            columns["replica"] = self.step_replica
         return {
             name: np.frombuffer(column, dtype=dtypes[name]).copy()
             if len(column)
             else np.empty(0, dtype=dtypes[name])
-            for name, column in {**self.steps, "emitted": self.emitted}.items()
+            for name, column in columns.items()
         }
 
     def gaps(self) -> tuple[np.ndarray, np.ndarray]:
