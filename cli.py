@@ -19,11 +19,17 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "capacity",
         "How many KV-cache blocks fit, term by term, as vLLM sizes them.",
     ),
+    "preemption": (
+        "preemption",
+        "preemption",
+        "SWAP or RECOMPUTE, block sizes and victims on your trace (V0).",
+    ),
     "trace": ("trace", "trace", "Inspect, convert and generate request traces."),
     "validate": ("validate", "validate", "Predict a real vLLM run and print the error."),
     "calibrate": ("calibrate", "calibrate", "Time real vLLM on this device and fit a step model."),
     "spotcheck": ("spotcheck", "spotcheck", "Check a prediction against the real engine, here."),
     "compare": ("compare", "compare", "Runs side by side; an exit code for CI gates."),
+    "export": ("export", "export", "A run for Prometheus, Perfetto, a pull request, bench tools."),
     "debug": ("debug", "debug", "See what the scheduler decided, step by step."),
     "catalog": ("catalog", "catalog", "List the bundled GPUs, models and profiles, with sources."),
 }

@@ -73,15 +73,7 @@ def render_chart(chart: Chart) -> str:
         return f"<figure class=chart>{title}<p class=empty>Nothing to draw.</p></figure>"
     across = _XAxis(chart)
     up = _YAxis(chart)
-    body = "".join(
-        f'<path class=grid d="M0 {up.place(v):.1f}H{WIDTH}"/>' for v, _ in up.ticks
-    ) + "".join(
-        f'<path class=grid d="M{across.place(v):.1f} 0V{HEIGHT}"/>' for v, _ in across.ticks
-    )
-    body += _curves(chart, across, up)
-    body += "".join(
-        f'<path class=limit d="M0 {up.place(value):.1f}H{WIDTH}"/>' for value, _ in chart.marks
-    )
+    body = _body(chart, across, up)
     y_labels = "".join(
         f'<span style="top:{up.place(v) / HEIGHT * 100:.2f}%">{esc(text)}</span>'
         for v, text in up.ticks
@@ -105,6 +97,30 @@ def render_chart(chart: Chart) -> str:
         f'aria-label="{esc(chart.title)}">{body}</svg>{marks}<div class=cursor hidden></div>'
         f"<div class=readout hidden></div></div>"
         f"<div class=xlabels>{x_labels}</div></div>{note}</figure>"
+    )
+
+
+def _body(chart: Chart, across: _XAxis, up: _YAxis) -> str:
+    """Grid, curves and limits, in the fixed coordinates."""
+    grid = "".join(f'<path class="grid" d="M0 {up.place(v):.1f}H{WIDTH}"/>' for v, _ in up.ticks)
+    grid += "".join(
+        f'<path class="grid" d="M{across.place(v):.1f} 0V{HEIGHT}"/>' for v, _ in across.ticks
+    )
+    limits = "".join(
+        f'<path class="limit" d="M0 {up.place(value):.1f}H{WIDTH}"/>' for value, _ in chart.marks
+    )
+    return grid + _curves(chart, across, up) + limits
+
+
+def drawing(
+    chart: Chart,
+) -> tuple[str, list[tuple[float, str]], list[tuple[float, str]]]:
+    """(SVG elements, x ticks, y ticks) of a chart with points, in coordinates of `WIDTH` x `HEIGHT`."""
+    across, up = _XAxis(chart), _YAxis(chart)
+    return (
+        _body(chart, across, up),
+        [(across.place(v), text) for v, text in across.ticks],
+        [(up.place(v), text) for v, text in up.ticks],
     )
 
 

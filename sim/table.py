@@ -26,12 +26,12 @@ def render_table(summary: Mapping[str, Any]) -> str:
     lines = [_title("Measured Serving Run" if measured else "Simulated Serving Benchmark", "=")]
     if summary["ended_early"]:
         lines += _wrapped(f"Ended early: {plain(summary['ended_early'])}")
-    lines += [_row(label, value) for label, value in _headline(summary)]
+    lines += [_row(label, value) for label, value in headline(summary)]
     if summary["goodput_slo_ms"]:
         limits = ", ".join(f"{k} <= {v:g} ms" for k, v in summary["goodput_slo_ms"].items())
         lines += _wrapped(f"Goodput counts requests with {limits}.")
     lines += _latency_table(summary)
-    lines += _section("KV Cache and Scheduling", _engine_rows(summary))
+    lines += _section("KV Cache and Scheduling", engine_rows(summary))
     if summary["rejected_reasons"]:
         lines.append(_title("Rejected Requests", "-"))
         for reason, count in summary["rejected_reasons"].items():
@@ -40,7 +40,8 @@ def render_table(summary: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _headline(s: Mapping[str, Any]) -> list[tuple[str, str]]:
+def headline(s: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(label, value) of counts and throughput, in `vllm bench serve`'s words."""
     rows = [
         ("Successful requests:", number(s["completed"])),
         ("Failed requests:", _failed(s)),
@@ -103,7 +104,8 @@ def _latency_table(s: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _engine_rows(s: Mapping[str, Any]) -> list[tuple[str, str]]:
+def engine_rows(s: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(label, value) of KV cache and scheduling totals."""
     return [
         (
             "KV cache blocks (usable):",

@@ -34,6 +34,13 @@ class StepFunction:
         result = total[known] + self.value[known] * (until - self.at_ns[known])
         return np.where(segment < 0, 0.0, result)
 
+    def at(self, when_ns: Int64Array) -> FloatArray:
+        """The value at each of `when_ns`; 0 before the first change."""
+        if not len(self.at_ns):
+            return np.zeros(len(when_ns))
+        segment = np.searchsorted(self.at_ns, when_ns, side="right") - 1
+        return np.where(segment < 0, 0.0, self.value[np.maximum(segment, 0)])
+
     def mean(self, start_ns: int, end_ns: int) -> float | None:
         """Time-weighted mean over [start, end]; None if that is empty."""
         if end_ns <= start_ns or not len(self.at_ns):
