@@ -65,6 +65,10 @@ class SchedulerConfig:
     preemption_mode: Literal["recompute", "swap"] | None = None
     # Not vLLM's: swap victims with more computed tokens, recompute the others; overrides preemption_mode.
     swap_above_tokens: int | None = None
+    # Who gives way (preemption.py VICTIM_RULES); vLLM has only the first.
+    victim_rule: Literal["last_in_queue", "most_blocks", "fewest_computed", "least_preempted"] = (
+        "last_in_queue"
+    )
     max_num_partial_prefills: int = 1
     max_long_partial_prefills: int = 1
 

@@ -103,3 +103,8 @@ def fewest_computed(running: Sequence[RequestV0]) -> RequestV0:
 def least_preempted(running: Sequence[RequestV0]) -> RequestV0:
     """Spreads the harm: whoever was preempted least often; of equals the one further back."""
     return min(reversed(running), key=lambda request: request.num_preemptions)
+
+
+VICTIM_RULES: dict[str, VictimRule] = {
+    rule.__name__: rule for rule in (last_in_queue, most_blocks, fewest_computed, least_preempted)
+}

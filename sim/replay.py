@@ -14,6 +14,7 @@ from vsim.models.table_params import StepContext
 from vsim.sim.deployment import Deployment
 from vsim.sim.engine import HostLink, simulate
 from vsim.sim.run import Run
+from vsim.sim.traps_v0 import warnings_for
 from vsim.traces.arrivals import head, rerate, scale_time
 from vsim.traces.trace import Trace, TraceRequest
 
@@ -167,7 +168,13 @@ def replay(
             "trace": dataclasses.asdict(sent.source),
             "step_model": step_model.provenance,
         },
-        assumptions=(*sent.assumptions, *deployment.assumptions, *step_model.assumptions, *said),
+        assumptions=(
+            *sent.assumptions,
+            *deployment.assumptions,
+            *step_model.assumptions,
+            *said,
+            *warnings_for(config),
+        ),
     )
 
 

@@ -24,7 +24,7 @@ LIVELOCK_AFTER = 1000
 class SchedulerV0:
     """vLLM 0.8.5's decisions.
 
-    `preemption_rule` and `victim_rule` default to vLLM's own (`config.preemption_mode`, tail of the queue).
+    `preemption_rule` and `victim_rule` default to what `config` names, and that to vLLM's own.
     `schedule` and `complete` raise `EngineDiedV0Error` where the real engine would have crashed, and
     `LivelockError` where it would preempt for ever (after `livelock_after` preemptions; None: never).
     """
@@ -33,7 +33,7 @@ class SchedulerV0:
         self,
         config: SchedulerConfig,
         preemption_rule: PreemptionRule | None = None,
-        victim_rule: VictimRule = preemption.last_in_queue,
+        victim_rule: VictimRule | None = None,
         livelock_after: int | None = LIVELOCK_AFTER,
     ) -> None:
         self.config = config
@@ -49,7 +49,8 @@ class SchedulerV0:
         rule = preemption_rule or preemption.preemption_rule(
             config.preemption_mode, config.swap_above_tokens
         )
-        self.queues = QueuesV0(config, self.blocks, self._cache, rule, victim_rule)
+        victim = victim_rule or preemption.VICTIM_RULES[config.victim_rule]
+        self.queues = QueuesV0(config, self.blocks, self._cache, rule, victim)
         self._requests: dict[int, RequestV0] = {}
         self._livelock_after = livelock_after
         self._num_schedules = 0
