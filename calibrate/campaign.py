@@ -11,8 +11,16 @@ from typing import Any
 
 from vsim.calibrate.design import Limits
 from vsim.calibrate.fit_samples import fit_samples
+from vsim.calibrate.measure import (
+    KERNEL_REPEATS,
+    Progress,
+    Session,
+    busy_warning,
+    kernel_rows,
+    session_about,
+    write_model,
+)
 from vsim.calibrate.measure import SERVING_SHARE as SERVING
-from vsim.calibrate.measure import Progress, Session, busy_warning, session_about, write_model
 from vsim.calibrate.samples import Journal, Samples, check_same_device, compact, read_samples
 from vsim.calibrate.worker import Worker, find_vllm_python, worker_environment
 from vsim.errors import UserError
@@ -238,6 +246,14 @@ def _session(
             )
             left = until - time.monotonic()
             serving = 0.0 if held_out >= ENOUGH_HELD_OUT else SERVING * left
+            if model_in_process(plan) and not any(
+                "kernels" in s for s in earlier.sessions.values()
+            ):
+                say("timing the model's matrix products", progress)
+                rows = kernel_rows(limits.max_num_batched_tokens)
+                about["kernels"] = worker.kernels(rows, KERNEL_REPEATS)
+                journal.session(name, about)
+                earlier.sessions[name] = about
             session.rows += [r for r in earlier.rows if r.block_size == limits.block_size]
             session.grid(
                 earlier.repeats_done(),
@@ -248,6 +264,11 @@ def _session(
             if serving and time.monotonic() < until:
                 session.serving(until, lambda line: say(line, progress))
     return start_s
+
+
+def model_in_process(plan: Plan) -> bool:
+    """Is the model in the worker's own process, where its modules can be called?"""
+    return plan.tensor_parallel_size == 1
 
 
 def limits_of(started: dict[str, Any]) -> Limits:

@@ -22,6 +22,7 @@ from vsim.models.engine_steps import attention_features, build_engine_steps
 FloatArray = npt.NDArray[np.float64]
 
 MIN_SAMPLES = 30
+LEAST_REPEATS = 3  # of a composition, for its fastest to be believed
 BUSY_SHARE = 0.1  # disturbed steps beyond which the rest is not to be trusted either
 HUBER_K = 2.0  # residuals beyond this many robust standard deviations lose weight
 ROUNDS = 12
@@ -37,6 +38,9 @@ def fit_samples(samples: Samples, provenance: dict[str, Any]) -> Calibration:
     """
     grid, notes = _rows_to_fit(samples)
     params = fit_params(grid)
+    kernels = [s["kernels"] for s in samples.sessions.values() if "kernels" in s]
+    if kernels:
+        params["kernels"] = kernels[-1]
     held_out = samples.usable("serve") or [
         row for row in samples.rows if row.phase == "serve" and not row.warmup
     ]
@@ -85,17 +89,20 @@ def _rows_to_fit(samples: Samples) -> tuple[list[StepSample], list[str]]:
 
 def _fastest_repeats(rows: Sequence[StepSample]) -> list[StepSample]:
     """Of each composition the sample that took least. A scene's decode steps differ by one token of context
-    each: they count as one composition, of which as many are kept as one repeat has."""
+    each: they count as one composition."""
     groups: dict[tuple[str, int, int, int, int], list[StepSample]] = defaultdict(list)
     for row in rows:
         key = (row.point, row.block_size, row.num_decodes, row.prefill_tokens, len(row.prefill_new))
         groups[key].append(row)
-    kept: list[StepSample] = []
-    for group in groups.values():
-        repeats = len({(row.session, row.repeat) for row in group})
-        group.sort(key=lambda row: row.total_s)
-        kept += group[: max(1, len(group) // repeats // 2)]
-    return kept
+    # The fastest of two says little: both may have been hit.
+    often = [
+        group
+        for group in groups.values()
+        if len({(row.session, row.repeat) for row in group}) >= LEAST_REPEATS
+    ]
+    if len(often) < MIN_SAMPLES:
+        often = list(groups.values())
+    return [min(group, key=lambda row: row.total_s) for group in often]
 
 
 def fit_params(rows: Sequence[StepSample]) -> dict[str, Any]:

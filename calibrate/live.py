@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vsim.calibrate.campaign import check_device, engine_args, limits_of, model_and_config
-from vsim.calibrate.measure import write_model
+from vsim.calibrate.measure import KERNEL_REPEATS, kernel_rows, write_model
 from vsim.calibrate.measured_run import Measured, build_run
 from vsim.calibrate.spot import (
     SpotCheck,
@@ -75,8 +75,6 @@ def live_check(plan: LivePlan, say: Callable[[str], None]) -> LiveResult:
     says = calibration.provenance
     gpu = find_gpu(str(says.get("gpu") or says.get("gpu_name") or ""))
     spec, config = _model(plan, says)
-    if plan.model is not None and config != says.get("model_config"):
-        calibration = transferred(calibration, spec)
     on_cpu = gpu.platform == "cpu"
     python = find_vllm_python(plan.vllm_python)
     env = worker_environment(plan.threads, on_cpu)
@@ -97,6 +95,13 @@ def live_check(plan: LivePlan, say: Callable[[str], None]) -> LiveResult:
             started = worker.start(args, float(says.get("temperature") or 0.0))
             check_profile(calibration, worker.hello, started)
             limits = limits_of(started)
+            if plan.model is not None and config != says.get("model_config"):
+                kernels = None
+                if started["tensor_parallel_size"] == 1 and "kernels" in calibration.params:
+                    say("timing the other model's matrix products")
+                    rows = kernel_rows(limits.max_num_batched_tokens)
+                    kernels = worker.kernels(rows, KERNEL_REPEATS)
+                calibration = transferred(calibration, spec, kernels)
             scheduler = scheduler_config(started, worker.hello["vllm_version"])
             model = LoadedStepModel(
                 calibration.step_model(

@@ -28,6 +28,7 @@ from vsim.calibrate.worker import Worker
 # More wall time than CPU time by this share and this much: something else had the core.
 DISTURBED_SHARE = 0.05
 DISTURBED_S = 100e-6
+KERNEL_REPEATS = 12
 SERVING_SHARE = 0.25  # of a block size's time, for the held-out serving run
 SERVING_LOAD = 0.7  # of the estimated capacity
 
@@ -230,6 +231,15 @@ def session_about(
         else None,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def kernel_rows(max_num_batched_tokens: int) -> list[int]:
+    """Numbers of rows at which matrix products are timed: powers of two and their midpoints."""
+    rows, size = [1], 2
+    while size <= max_num_batched_tokens:
+        rows += [n for n in (size, size * 3 // 2) if n > rows[-1] and n <= max_num_batched_tokens]
+        size *= 2
+    return rows
 
 
 def write_model(config: dict[str, Any], folder: Path) -> Path:

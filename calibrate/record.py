@@ -7,8 +7,9 @@ output goes to stderr. Commands (`calibrate/worker.py` is the other end):
     {"do": "scene", "decodes": [ctx, ...], "decode_steps": n, "prefills": [[new, ctx], ...], "injections": m}
     {"do": "serve", "requests": [[arrival_ns, prompt_tokens, output_tokens, priority], ...],
      "prefix": [[id, ...], ...], "prefix_block_tokens": n, "clock": "wall" | "cpu"}
+    {"do": "kernels", "rows": [1, 2, ...], "repeats": n}
 
-Answers: {"hello": ...}, {"started": ...}, {"step": ...} for each engine step, {"rejected": ...},
+Answers: {"hello": ...}, {"started": ...}, {"step": ...} for each engine step, {"kernels": ...}, {"rejected": ...},
 {"done": ...}, {"error": ...}. When stdin ends, so does the process.
 """
 
@@ -51,6 +52,8 @@ def main() -> None:
                 answer({"error": "no engine was started"})
             elif command["do"] == "scene":
                 scene(engine, command, answer)
+            elif command["do"] == "kernels":
+                answer({"kernels": engine.kernel_seconds(command["rows"], command["repeats"])})
             elif command["do"] == "serve":
                 serve(engine, command, answer)
     except BrokenPipeError:

@@ -297,12 +297,65 @@ class RecordedEngine:
             cpu_ns=cpu - scheduled.cpu_ns,
         )
 
+    # --- kernels ---------------------------------------------------------------------------------
+
+    def kernel_seconds(self, sizes: list[int], repeats: int) -> dict[str, Any]:
+        """Seconds of all linear layers, and of the output head, at several numbers of rows.
+
+        The engine's own modules run one after the other with random input, so weights come from where they
+        come from in a step. Best of `repeats`, which are interleaved: other work only ever adds time.
+        """
+        from vllm.model_executor.layers.linear import LinearBase
+
+        torch = self._torch
+        worker = self.core.model_executor.driver_worker
+        model = getattr(worker, "worker", worker).get_model()
+        linears = [module for module in model.modules() if isinstance(module, LinearBase)]
+        hidden = int(self.config.model_config.get_hidden_size())
+        dtype = self.config.model_config.dtype
+        device = next(model.parameters()).device
+        best: dict[int, list[float]] = {size: [float("inf"), float("inf")] for size in sizes}
+        with torch.inference_mode():
+            for _ in range(repeats):
+                for size in sizes:
+                    inputs = {
+                        width: torch.randn(size, width, dtype=dtype, device=device)
+                        for width in {_input_width(module) for module in linears} | {hidden}
+                    }
+                    linear = self._timed(_run_each, linears, inputs)
+                    head = self._timed(model.compute_logits, inputs[hidden])
+                    best[size] = [min(best[size][0], linear), min(best[size][1], head)]
+        return {
+            "rows": sizes,
+            "linear_s": [best[size][0] for size in sizes],
+            "head_s": [best[size][1] for size in sizes],
+        }
+
+    def _timed(self, work: Callable[..., Any], *args: Any) -> float:
+        if self.on_cuda:
+            self._torch.cuda.synchronize()
+        start = time.perf_counter_ns()
+        work(*args)
+        if self.on_cuda:
+            self._torch.cuda.synchronize()
+        return (time.perf_counter_ns() - start) / 1e9
+
     def forget(self) -> None:
         """Between two measurements: ids start anew, and the prefix cache is emptied."""
         self._ids.clear()
         self._names.clear()
         self._admitted.clear()
         self.llm.reset_prefix_cache()
+
+
+def _run_each(linears: list[Any], inputs: dict[int, Any]) -> None:
+    for module in linears:
+        module(inputs[_input_width(module)])
+
+
+def _input_width(module: Any) -> int:
+    """Columns of a linear layer's input on this rank."""
+    return int(getattr(module, "input_size_per_partition", module.input_size))
 
 
 def _tensors(caches: Any) -> Iterator[Any]:

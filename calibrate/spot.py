@@ -143,8 +143,12 @@ def check_profile(calibration: Calibration, hello: dict[str, Any], started: dict
             )
 
 
-def transferred(calibration: Calibration, other: ModelSpec) -> Calibration:
+def transferred(
+    calibration: Calibration, other: ModelSpec, kernels: dict[str, Any] | None = None
+) -> Calibration:
     """The profile carried over to a model of another shape, and labelled so.
+
+    `kernels`: the other model's matrix products, timed on this device.
 
     Raises UserError if it does not say which model it was measured with, or is of another kind.
     """
@@ -156,11 +160,12 @@ def transferred(calibration: Calibration, other: ModelSpec) -> Calibration:
     measured = spec_from_config(config, str(calibration.provenance.get("model", "model")))
     if measured.moe or other.moe or measured.mla or other.mla:
         raise UserError("a profile can be carried over between dense models only (no MoE, no MLA)")
-    note = f"step times were measured with {measured.name} and scaled to {other.name}: an estimate"
+    how = "scaled" if kernels is None else "carried over by its timed matrix products"
+    note = f"step times were measured with {measured.name} and {how} to {other.name}: an estimate"
     said = calibration.provenance.get("assumptions", ())
     return replace(
         calibration,
-        params=for_other_model(calibration.params, measured, other),
+        params=for_other_model(calibration.params, measured, other, kernels),
         provenance={
             **calibration.provenance,
             "label": f"{calibration.label}, scaled from {measured.name}",

@@ -127,6 +127,12 @@ class Worker:
         self._send({"do": "scene", **command})
         return [message["step"] for message in self._until_done() if "step" in message]
 
+    def kernels(self, rows: list[int], repeats: int) -> dict[str, Any]:
+        """Seconds of the model's linear layers and head at these numbers of rows (`kernel_seconds`)."""
+        self._send({"do": "kernels", "rows": rows, "repeats": repeats})
+        kernels: dict[str, Any] = self._read()["kernels"]
+        return kernels
+
     def serve(self, command: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Replay requests; yields {"step": ...} and {"rejected": ...} as they happen, {"done": ...} last."""
         self._send({"do": "serve", **command})

@@ -153,27 +153,50 @@ def measured_block_sizes(params: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def for_other_model(
-    params: Mapping[str, Any], measured: ModelSpec, other: ModelSpec
+    params: Mapping[str, Any],
+    measured: ModelSpec,
+    other: ModelSpec,
+    kernels: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """`params` of one dense model carried over to another on the same device: an estimate, to be labelled so.
 
-    Each term is scaled by what it does: token work by the weights it reads, the fixed costs of a step by
-    the number of layers (each launches the same kernels), head and sampler by the vocabulary's matrix,
-    attention by query heads x head size x layers. The host's part stays.
+    With `kernels`, the other model's matrix products timed on this device (and the measured model's own in
+    `params`), these take the measured ones' place, and only what a step costs beside them is scaled: the
+    fixed part by the number of layers (each launches the same kernels), the rest by layers x width.
+    Without, token work is scaled by the weights it reads. Attention goes by query heads x head size x
+    layers, the host's part stays.
     """
-    weights = _linear_parameters(other) / _linear_parameters(measured)
     layers = other.num_layers / measured.num_layers
-    head = (other.vocab_size * other.hidden_size) / (measured.vocab_size * measured.hidden_size)
     pairs = _attention_width(other) / _attention_width(measured)
+    knots = [float(t) for t in params["tokens"]["tokens"]]
     seconds = [float(s) for s in params["tokens"]["seconds"]]
-    floor = seconds[0]
-    return {
+    per_seq = float(params["per_seq_s"])
+    here = params.get("kernels")
+    if kernels is not None and here is not None:
+        width = layers * other.hidden_size / measured.hidden_size
+        before, after = _linear_curve(here), _linear_curve(kernels)
+        beside = [max(0.0, s - before(t)) for t, s in zip(knots, seconds, strict=True)]
+        head_before, head_after = _head_line(here), _head_line(kernels)
+        moved = [
+            after(t)
+            + beside[0] * layers
+            + max(0.0, b - beside[0]) * width
+            + max(0.0, head_after[0] - head_before[0])
+            for t, b in zip(knots, beside, strict=True)
+        ]
+        per_seq = max(0.0, per_seq + head_after[1] - head_before[1])
+    else:
+        weights = _linear_parameters(other) / _linear_parameters(measured)
+        head = (other.vocab_size * other.hidden_size) / (measured.vocab_size * measured.hidden_size)
+        moved = [seconds[0] * layers + (s - seconds[0]) * weights for s in seconds]
+        per_seq *= head
+    carried = {
         **params,
         "tokens": {
             "tokens": list(params["tokens"]["tokens"]),
-            "seconds": [floor * layers + (s - floor) * weights for s in seconds],
+            "seconds": [float(s) for s in np.maximum.accumulate(moved)],
         },
-        "per_seq_s": params["per_seq_s"] * head,
+        "per_seq_s": per_seq,
         "per_chunk_s": params["per_chunk_s"] * layers,
         "per_mixed_step_s": params["per_mixed_step_s"] * layers,
         "attention": [
@@ -181,6 +204,23 @@ def for_other_model(
             for row in params["attention"]
         ],
     }
+    if kernels is not None:
+        carried["kernels"] = dict(kernels)
+    return carried
+
+
+def _linear_curve(kernels: Mapping[str, Any]) -> Curve:
+    return Curve(kernels["rows"], np.maximum.accumulate(kernels["linear_s"]).tolist())
+
+
+def _head_line(kernels: Mapping[str, Any]) -> tuple[float, float]:
+    """(seconds of the output head for one row, seconds of each further one)."""
+    rows, seconds = kernels["rows"], [float(s) for s in kernels["head_s"]]
+    # A batch of decodes: beyond a few hundred rows no step asks for logits.
+    last = max(i for i, n in enumerate(rows) if n <= max(256, rows[0]))
+    if last == 0:
+        return seconds[0], 0.0
+    return seconds[0], max(0.0, (seconds[last] - seconds[0]) / (rows[last] - rows[0]))
 
 
 def _linear_parameters(model: ModelSpec) -> int:

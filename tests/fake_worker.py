@@ -103,6 +103,13 @@ class FakeWorker:
                 steps.append(self._told(pairs, len(steps), warmup))
         return steps
 
+    def kernels(self, rows: list[int], repeats: int) -> dict[str, Any]:
+        return {
+            "rows": rows,
+            "linear_s": [1e-3 + 2e-5 * n for n in rows],
+            "head_s": [1e-4 + 1e-6 * n for n in rows],
+        }
+
     def serve(self, command: dict[str, Any]) -> Iterator[dict[str, Any]]:
         requests = command["requests"]
         s = self.started

@@ -54,7 +54,7 @@ def test_a_profile_comes_out_and_knows_its_error(machine: type[FakeWorker], tmp_
     outcome = calibrate(plan(tmp_path / "p.json"), quiet)
     assert outcome.calibration is not None
     quality = outcome.calibration.quality
-    assert quality["held_out"] > 50
+    assert quality["held_out"] > 20
     assert quality["held_out_error"]["median_abs_pct"] < 2
     assert abs(quality["held_out_error"]["bias_pct"]) < 1
     assert 0.3 < quality["noise_floor"]["median_abs_pct"] < 2
@@ -187,7 +187,8 @@ def test_interference_is_seen_and_the_cpu_clock_does_without_it(
     assert any("busy" in sentence for sentence in disturbed.complaints)
     by_cpu = live_check(spot(profile, clock="cpu"), quiet).check
     assert by_cpu.complaints == []
-    assert abs(by_cpu.step_error["bias_pct"]) < 2 < 15 < abs(disturbed.step_error["bias_pct"])
+    assert abs(by_cpu.step_error["bias_pct"]) < 2
+    assert abs(disturbed.step_error["bias_pct"]) > 15
 
 
 def test_two_repeats_are_too_few_to_know_the_noise(profile: Path) -> None:
@@ -197,7 +198,10 @@ def test_two_repeats_are_too_few_to_know_the_noise(profile: Path) -> None:
 
 def test_another_model_is_scaled_and_says_so(profile: Path) -> None:
     check = live_check(spot(profile, model="Qwen/Qwen2.5-0.5B"), quiet).check
-    assert any("scaled to Qwen/Qwen2.5-0.5B" in sentence for sentence in check.facts["assumptions"])
+    assert any(
+        "timed matrix products to Qwen/Qwen2.5-0.5B" in sentence
+        for sentence in check.facts["assumptions"]
+    )
 
 
 def test_a_profile_of_another_engine_is_refused(profile: Path) -> None:

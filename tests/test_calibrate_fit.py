@@ -34,13 +34,17 @@ def machine(shape: StepShape, block_size: int) -> tuple[float, float]:
 
 
 def measure(
-    noise: float, seed: int, block_sizes: tuple[int, ...] = (32,), outliers: float = 0.0
+    noise: float,
+    seed: int,
+    block_sizes: tuple[int, ...] = (32,),
+    outliers: float = 0.0,
+    repeats: int = 2,
 ) -> list[StepSample]:
     rng = np.random.default_rng(seed)
     rows = []
     for block_size in block_sizes:
         limits = Limits(2048, 64, 4096, 131072, block_size)
-        grid = [*order(scenes(limits), 2), *((random_scene(limits, i), 0) for i in range(30))]
+        grid = [*order(scenes(limits), repeats), *((random_scene(limits, i), 0) for i in range(30))]
         for scene, repeat in grid:
             for index in range(3):
                 chunks = scene.prefills if index or not scene.decodes else ()
@@ -173,7 +177,7 @@ def test_a_busy_machine_is_fitted_but_says_so() -> None:
 
     # Interference doubles every second step; the repeats hit by chance tell what is beneath.
     rng = np.random.default_rng(1)
-    clean = measure(0.002, seed=6)
+    clean = measure(0.002, seed=6, repeats=4)
     rows = []
     for row in clean:
         factor = rng.choice([1.0, 2.0])
@@ -210,6 +214,25 @@ def test_a_model_twice_as_deep_takes_twice_as_long_on_the_device() -> None:
         2 * (ours.device_seconds(shape) - head)
     )
     assert other.host_seconds(shape) == ours.host_seconds(shape)
+
+
+def test_with_timed_kernels_only_the_rest_is_scaled() -> None:
+    from dataclasses import replace
+
+    tiny = load_model("tiny")
+    rows = [1, 64, 1024]
+    here = {"rows": rows, "linear_s": [0.001, 0.002, 0.04], "head_s": [1e-4, 2e-4, 1e-3]}
+    there = {"rows": rows, "linear_s": [0.003, 0.004, 0.09], "head_s": [1e-4, 2e-4, 1e-3]}
+    params = {**_params(), "kernels": here}
+    same = for_other_model(params, tiny, tiny, here)
+    shape = StepShape(((512, 0),), 0, 0, 0)
+    ours = build_engine_steps(params, 32).device_seconds(shape)
+    assert build_engine_steps(same, 32).device_seconds(shape) == pytest.approx(ours, rel=0.02)
+    # Wider matrices alone: the step grows by just what they take longer.
+    other = build_engine_steps(for_other_model(params, tiny, replace(tiny), there), 32)
+    assert other.device_seconds(StepShape(((1024, 0),), 0, 0, 0)) - build_engine_steps(
+        params, 32
+    ).device_seconds(StepShape(((1024, 0),), 0, 0, 0)) == pytest.approx(0.05, rel=0.05)
 
 
 @settings(max_examples=50, deadline=None)
