@@ -256,7 +256,10 @@ def _facts(path: Path, as_json: bool) -> None:
             raise UserError(f"{path}:{number}: not valid JSON") from None
         if not isinstance(row, dict):
             raise UserError(f"{path}:{number}: must be a JSON object")
-        results += check_row(row)
+        try:
+            results += check_row(row)
+        except UserError as error:
+            raise UserError(f"{path}:{number}: {error}") from None
     wrong = [r for r in results if r.outcome == "WRONG"]
     errors = [r.error_pct for r in results if r.error_pct is not None]
     if as_json:
@@ -269,8 +272,8 @@ def _facts(path: Path, as_json: bool) -> None:
         return
     table = [("row", "claim", "outcome", "ours", "reported", "error")]
     for r in results:
-        error = "" if r.error_pct is None else f"{r.error_pct:+.1f} %"
-        table.append((r.row, r.claim, r.outcome, _cut(r.ours), _cut(r.reported), error))
+        off = "" if r.error_pct is None else f"{r.error_pct:+.1f} %"
+        table.append((r.row, r.claim, r.outcome, _cut(r.ours), _cut(r.reported), off))
     widths = [max(len(row[i]) for row in table) for i in range(6)]
     for row in table:
         click.echo(

@@ -235,7 +235,8 @@ def _moe(config: Config, where: str) -> tuple[Moe | None, Callable[[int], bool]]
     dense_first = _optional(config, "first_k_dense_replace", where) or 0
     every = _optional(config, "moe_layer_freq", where) or 1
     step = _optional(config, "decoder_sparse_step", where) or 1
-    dense = {i for i in config.get("mlp_only_layers") or [] if isinstance(i, int)}
+    listed = config.get("mlp_only_layers")
+    dense = {i for i in listed if isinstance(i, int)} if isinstance(listed, list) else set()
 
     def routed(index: int) -> bool:
         return (
@@ -280,6 +281,10 @@ def spec_from_config(config: Config, name: str, source: str = "", where: str = "
     heads = _integer(config, ("num_attention_heads", "n_head"), where)
     kv_heads = _optional(config, "num_key_value_heads", where) or heads
     head_size = _optional(config, "head_dim", where) or hidden // heads
+    if head_size == 0:
+        raise UserError(
+            f"{where}: hidden_size={hidden} over num_attention_heads={heads} leaves heads of size 0"
+        )
     layers = _layer_types(config, num_layers, where)
     mla = None
     if config.get("kv_lora_rank"):
@@ -298,11 +303,12 @@ def spec_from_config(config: Config, name: str, source: str = "", where: str = "
         raise UserError(f"{where}: quantization_config must be an object")
     gemma = family.startswith(("gemma2", "gemma3"))
     attention_bias = bool(config.get("attention_bias", False))
-    architectures = config.get("architectures") or [family or "unknown"]
+    named = config.get("architectures")
+    architecture = str(named[0]) if isinstance(named, list) and named else family or "unknown"
     return ModelSpec(
         name=name,
         model_type=family,
-        architecture=str(architectures[0]),
+        architecture=architecture,
         hidden_size=hidden,
         num_attention_heads=heads,
         num_kv_heads=kv_heads,

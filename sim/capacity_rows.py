@@ -51,12 +51,15 @@ def _text(row: dict[str, Any], key: str) -> str:
 
 def _number(row: dict[str, Any], key: str) -> float | None:
     value = row.get(key)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) < 1e12 else None  # neither NaN nor infinite nor absurd
 
 
 def _int(row: dict[str, Any], key: str) -> int | None:
+    """A count: positive, or None."""
     value = _number(row, key)
-    return None if value is None else int(value)
+    return int(value) if value is not None and value >= 1 else None
 
 
 def release_of(row: dict[str, Any]) -> tuple[str, str | None]:
@@ -138,7 +141,20 @@ def geometry_of(row: dict[str, Any]) -> ModelSpec | None:
     layers, heads, size = (_int(row, k) for k in ("layers", "kv_heads_per_rank", "head_dim"))
     if not layers or not heads or not size:
         return None
+    named, _ = model_of(row)
+    latent = "mla" in _text(row, "kind").lower() or (named is not None and named.mla is not None)
+    if latent and heads == 1 and size > 64:
+        # One latent vector a token: the row's head_dim is kv_lora_rank + RoPE part.
+        mla = {
+            "kv_lora_rank": size - 64,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+        }
+    else:
+        mla = {}
     config = {
+        **mla,
         "model_type": "llama",
         "hidden_size": heads * size,
         "num_hidden_layers": layers,
@@ -182,9 +198,12 @@ def _sizing(
 
 
 def _bytes_per_block(row: dict[str, Any], engine: str, release: str | None) -> int | None:
-    model = geometry_of(row)
-    if model is None or _text(row, "kind") == "hybrid":
+    if _text(row, "kind") == "hybrid":
         return None
+    model = geometry_of(row)
+    if model is None:
+        per_token, size = _int(row, "kv_bytes_per_token_per_rank"), _int(row, "block_size")
+        return per_token * size if per_token and size else None
     want = replace(_sizing(row, model, engine, release), max_model_len=1, available_bytes=1 << 50)
     return size_kv_cache(want).bytes_per_block
 
@@ -209,7 +228,7 @@ def check_row(row: dict[str, Any]) -> list[RowResult]:
     per_block = _bytes_per_block(row, engine, release)
     blocks, available = _reported_blocks(row), _number(row, "available_kv_gib")
     per_token, size = _int(row, "kv_bytes_per_token_per_rank"), _int(row, "block_size")
-    if per_block and per_token and size:
+    if per_block and per_token and size and geometry_of(row) is not None:
         say(
             "KV bytes per token and rank",
             per_block == per_token * size,
@@ -224,8 +243,7 @@ def check_row(row: dict[str, Any]) -> list[RowResult]:
             say("blocks not above what this rank holds", blocks <= high, f"<= {high}", blocks)
         elif blocks is not None:
             say("blocks from available memory", low <= blocks <= high, f"{low}..{high}", blocks)
-        elif row.get("blocks_from_available_range"):
-            given = row["blocks_from_available_range"]
+        elif (given := _range(row.get("blocks_from_available_range"))) is not None:
             middle = math.floor(available * GIB) // per_block
             say("blocks from available memory", given[0] <= middle <= given[1], middle, given)
     _tokens(row, blocks, say)
@@ -239,6 +257,16 @@ def check_row(row: dict[str, Any]) -> list[RowResult]:
     _refusals(row, engine, release, blocks, say)
     results += _prediction(row, name, engine, release, blocks, available)
     return results or [RowResult(name, "-", "no inputs", "", "", None, _text(row, "notes"))]
+
+
+def _range(value: object) -> list[float] | None:
+    if (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(isinstance(x, int | float) for x in value)
+    ):
+        return value
+    return None
 
 
 def _tokens(row: dict[str, Any], blocks: int | None, say: Any) -> None:
@@ -280,7 +308,7 @@ def _concurrency(row: dict[str, Any], release: str | None, say: Any) -> None:
         f"{printed}x",
     )
     blocks = _int(row, "num_gpu_blocks")
-    if hybrid and blocks is not None:
+    if hybrid and blocks and printed > 0 and round(blocks / printed) > 0:
         per_request = round(blocks / printed)
         say(
             "tokens = int(blocks / blocks per request x length)",

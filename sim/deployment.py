@@ -214,10 +214,9 @@ def resolve(
             "--swap-space and --preemption-mode are gone since vLLM's V1 engine, which always recomputes: "
             "use --kv-offloading-size for a CPU tier, or --engine v0"
         )
-    if swap < 0 or (kv_offloading_size is not None and kv_offloading_size < 0):
-        raise UserError(
-            "swap_space and kv_offloading_size are GiB of host memory and cannot be negative"
-        )
+    for name, gib in (("swap_space", swap), ("kv_offloading_size", kv_offloading_size or 0.0)):
+        if not 0 <= gib < 1 << 30:
+            raise UserError(f"{name}={gib} must be GiB of host memory: not negative, and finite")
     if max_num_scheduled_tokens is not None:
         positive("max_num_scheduled_tokens", max_num_scheduled_tokens)
     positive("max_num_active_seqs", max_num_active_seqs)

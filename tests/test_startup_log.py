@@ -233,6 +233,35 @@ def test_releases_as_people_write_them(text: str, engine: str, release: str | No
     assert release_of({"vllm": text}) == (engine, release)
 
 
+def test_a_report_on_latent_attention() -> None:
+    """61 layers x 576 values in 16 bits are 70,272 bytes a token; a rank of any TP holds all of it."""
+    row = {
+        "id": "made up", "vllm": "0.10.2 V1", "kind": "dense", "model": "deepseek-ai/DeepSeek-V3", "gpu": "?",
+        "tp": 8, "max_model_len": 65536, "kv_dtype": "bf16", "available_kv_gib": 36.0, "num_gpu_blocks": 8594,
+        "kv_tokens": 550016, "block_size": 64, "max_concurrency": 8.39, "layers": 61, "kv_heads_per_rank": 1,
+        "head_dim": 576, "kv_bytes_per_token_per_rank": 70272,
+    }  # fmt: skip
+    assert [r.outcome for r in check_row(row)] == ["exact"] * 4
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*REPORTS[0], "extra"]),
+        st.one_of(st.none(), st.integers(), st.floats(), st.text(max_size=12), st.lists(st.integers(), max_size=2)),
+        max_size=8,
+    ),
+    st.sampled_from(REPORTS),
+)  # fmt: skip
+@settings(max_examples=300, deadline=None)
+def test_any_report_is_checked_or_refused_in_one_sentence(
+    changes: dict[str, Any], row: dict[str, Any]
+) -> None:
+    try:
+        check_row({**row, **changes})
+    except UserError as error:
+        assert "\n" not in str(error)
+
+
 def test_devices_and_models_as_people_write_them() -> None:
     def device(text: str) -> str | None:
         gpu = gpu_of({"gpu": text})
