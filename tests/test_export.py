@@ -237,3 +237,17 @@ def test_the_command_writes_each_format(tmp_path: Path) -> None:
     assert (tmp_path / "svg" / "kv.svg").exists()
     bad = CliRunner().invoke(command, [str(tmp_path / "run"), "--format", "svg"])
     assert isinstance(bad.exception, UserError)
+
+
+def test_the_grafana_dashboard_asks_only_for_series_that_the_export_has() -> None:
+    dashboard = json.loads((Path(__file__).parent.parent / "docs/grafana/vllm.json").read_text())
+    run = random_run(100, 300)
+    run.steps["emitted"] = run.steps["decodes"]
+    exported = {series.split("{")[0] for series in samples(exposition(run))}
+    asked = {
+        name
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"vllm:\w+", target["expr"])
+    }
+    assert len(asked) > 10 and asked <= exported
