@@ -76,6 +76,8 @@ def _rows_to_fit(samples: Samples) -> tuple[list[StepSample], list[str]]:
     else:
         # Other work only ever adds time, also to steps that kept their core: caches and memory are shared.
         rows = _fastest_repeats(everything)
+        if len(rows) < MIN_SAMPLES:
+            rows = everything
         notes = [
             f"{share:.0%} of the steps were disturbed by other processes: of each step the fastest repeat "
             "was fitted, which is near to what a quiet machine does but less sure"

@@ -11,19 +11,16 @@ from typing import Any
 from vsim.calibrate.campaign import check_device, engine_args, limits_of, model_and_config
 from vsim.calibrate.measure import KERNEL_REPEATS, kernel_rows, write_model
 from vsim.calibrate.measured_run import Measured, build_run
+from vsim.calibrate.self_check import noisy, same_decisions, self_check, step_error
 from vsim.calibrate.spot import (
     SpotCheck,
     check_profile,
     compare,
     fitting,
-    noisy,
     random_trace,
     rate_for_load,
-    same_decisions,
     scheduler_config,
-    self_check,
     serve_command,
-    step_error,
     transferred,
 )
 from vsim.calibrate.worker import Worker, find_vllm_python, worker_environment

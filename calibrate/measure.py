@@ -28,7 +28,7 @@ from vsim.calibrate.worker import Worker
 # More wall time than CPU time by this share and this much: something else had the core.
 DISTURBED_SHARE = 0.05
 DISTURBED_S = 100e-6
-KERNEL_REPEATS = 12
+KERNEL_REPEATS = 8
 SERVING_SHARE = 0.25  # of a block size's time, for the held-out serving run
 SERVING_LOAD = 0.7  # of the estimated capacity
 

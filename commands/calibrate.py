@@ -160,6 +160,12 @@ def calibrate(
         click.echo("\r\033[K", nl=False, err=True)
     if outcome.calibration is None:
         kept = len(outcome.samples.rows)
+        if outcome.interrupted:
+            click.echo(
+                f"interrupted: {kept} steps are kept, too few for a model; the same command goes on",
+                err=True,
+            )
+            raise click.exceptions.Exit(130)
         raise UserError(
             f"no artifact: {outcome.why_not} ({kept} steps are kept, the same command goes on)"
         )

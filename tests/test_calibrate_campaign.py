@@ -13,7 +13,8 @@ from vsim.calibrate import campaign, live
 from vsim.calibrate.campaign import Plan, calibrate, check_device, engine_args
 from vsim.calibrate.live import LivePlan, live_check
 from vsim.calibrate.samples import journal_path, read_samples
-from vsim.calibrate.spot import fitting, self_check
+from vsim.calibrate.self_check import self_check
+from vsim.calibrate.spot import fitting
 from vsim.calibrate.worker import find_vllm_python
 from vsim.errors import UserError
 from vsim.models.artifact import read_calibration
