@@ -20,6 +20,11 @@ from vsim.sim.summary import summarize
 from vsim.sim.traps_v0 import warnings_for
 from vsim.traces.trace import Trace
 
+LINK_SENTENCE = (
+    "swap time is bytes over the host link's bandwidth, nothing overlapping; 0.8.5 copies each block of each"
+    " layer by itself, which reaches less with small blocks: give the bandwidth you measure as --pcie-gbps"
+)
+
 # Sizes for which the break-even of SWAP and RECOMPUTE is stated, in tokens.
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
@@ -112,7 +117,7 @@ def study(
             blocks,
             moved,
             moved / (gpu.pcie_gb_s * 1e9) if moved and gpu.pcie_gb_s else 0.0,
-            tuple(warnings_for(config)),
+            (*warnings_for(config), *([LINK_SENTENCE] if blocks else [])),
         )
 
 

@@ -12,21 +12,32 @@ BlockPairs = list[tuple[int, int]]
 
 
 class EngineDiedV0Error(EngineDiedError):
-    """0.8.5 would have crashed. `said`: exception and message of its log; `why`: in words."""
+    """0.8.5 would have crashed. `said`: exception and message of its log; `why`: in words.
+
+    (SimPy makes a failure anew from its `args`: they must stay what the constructor takes.)
+    """
 
     def __init__(self, said: str, why: str) -> None:
-        super().__init__(f"{said.rstrip(': ')} ({why})")
+        super().__init__(said, why)
         self.said = said
         self.why = why
+
+    def __str__(self) -> str:
+        return f"{self.said.rstrip(': ')} ({self.why})"
 
 
 class LivelockError(EngineDiedError):
     """0.8.5 would not crash, but preempt for ever without any request getting further."""
 
     def __init__(self, preemptions: int, victims: list[int]) -> None:
-        super().__init__(
-            f"livelock: {preemptions} preemptions in a row let no request get further"
-            f" (the last victims: {', '.join(map(str, victims)) or 'none'});"
+        super().__init__(preemptions, victims)
+        self.preemptions = preemptions
+        self.victims = victims
+
+    def __str__(self) -> str:
+        return (
+            f"livelock: {self.preemptions} preemptions in a row let no request get further"
+            f" (the last victims: {', '.join(map(str, self.victims)) or 'none'});"
             " more KV blocks or a shorter max_model_len would end it"
         )
 
