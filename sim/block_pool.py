@@ -107,6 +107,10 @@ class BlockPool:
             free[block] = None
         return shared
 
+    def has_key(self, block: int) -> bool:
+        """Does `block` hold a whole prefix that somebody else could reuse?"""
+        return bool(self._key[block])
+
     def find(self, group: int, key: int) -> int:
         """The block that holds the prefix `key`, the one registered first if several do; 0: none does."""
         found = self._cached[group].get(key)

@@ -141,8 +141,17 @@ class OffloadTier:
         for group in self._cache.groups:
             table = request.tables[group.index]
             self._new_blocks.update(table)
-            first = -(-tracked.local_tokens // group.block_size)
             end = -(-cached // group.block_size)
+            # A prompt of one block of one token, loaded whole, is looked up and loaded once more: by then
+            # its block has a key, and nothing is left to copy.
+            first = next(
+                (
+                    k
+                    for k in range(-(-tracked.local_tokens // group.block_size), end)
+                    if not self._cache.pool.has_key(table[k])
+                ),
+                end,
+            )
             end_chunk = -(-cached // (group.block_size * per_chunk))
             if end > first:
                 keys += self._chunk_keys(group, request)[first // per_chunk : end_chunk]
