@@ -13,20 +13,21 @@ from typing import Any, Literal
 
 from vsim.errors import UserError
 from vsim.models.capacity import CapacityInput, size_kv_cache
-from vsim.models.hardware import Gpu, find_gpu, gpus
+from vsim.models.hardware import Gpu, find_gpu
 from vsim.models.memory import GIB
-from vsim.models.model_spec import ModelSpec, load_model, spec_from_config
+from vsim.models.model_spec import ModelSpec, load_model
 from vsim.models.quantization import DTYPE_NAMES
 from vsim.models.releases import parse_version, tokens_from_concurrency
+from vsim.sim.capacity_report import (
+    count_of,
+    geometry_of,
+    gpu_of,
+    model_of,
+    number_of,
+    release_of,
+    text_of,
+)
 from vsim.sim.deployment import Deployment, resolve
-
-_QUANTIZED_WORDS = {
-    "wna16": "moe_wna16",
-    "awq": "awq",
-    "gptq": "gptq",
-    "fp8": "fp8",
-    "w4a16": "gptq",
-}
 
 Outcome = Literal["exact", "WRONG", "predicted", "no inputs"]
 
@@ -44,136 +45,11 @@ class RowResult:
     note: str = ""
 
 
-def _text(row: dict[str, Any], key: str) -> str:
-    value = row.get(key)
-    return value if isinstance(value, str) else ""
-
-
-def _number(row: dict[str, Any], key: str) -> float | None:
-    value = row.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if abs(value) < 1e12 else None  # neither NaN nor infinite nor absurd
-
-
-def _int(row: dict[str, Any], key: str) -> int | None:
-    """A count: positive, or None."""
-    value = _number(row, key)
-    return int(value) if value is not None and value >= 1 else None
-
-
-def release_of(row: dict[str, Any]) -> tuple[str, str | None]:
-    """(engine, release or None for the newest) from text such as "V0 ~0.6.4" or "0.10.2 V1"."""
-    text = _text(row, "vllm")
-    # "0.2x" is somewhere in 0.20 to 0.29, "0.7.x" any 0.7.
-    text = re.sub(r"(\d+\.\d)x\b", r"\g<1>5", text)
-    match = re.search(r"\d+\.\d+(?:\.\d+)?", text)
-    release = match.group(0) if match else None
-    if "dev" in text:
-        release = None
-    if re.search(r"\bV0\b", text):
-        return "v0", release or "0.8.5"
-    if re.search(r"\bV1\b", text):
-        return "v1", release
-    old = release is not None and parse_version(release) < (0, 8)
-    return ("v0" if old else "v1"), release
-
-
-def gpu_of(row: dict[str, Any]) -> Gpu | None:
-    """The GPU named anywhere in the row's text, with the row's own total memory if it gives one."""
-    text = _text(row, "gpu")
-    found: Gpu | None = None
-    outside = re.sub(r"\(.*?\)", " ", text)
-    for part in (outside, *re.findall(r"\((.*?)\)", text), text):
-        name = re.sub(r"^\s*\d+\s*x\s*|\bsingle\b|\bGPU\b", " ", part).strip()
-        try:
-            found = find_gpu(name)
-            break
-        except UserError:
-            pass
-        names = {alias: g for g in gpus() for alias in (g.name, *g.aliases) if len(alias) > 1}
-        for alias in sorted(names, key=len, reverse=True):
-            pattern = re.escape(alias).replace(r"\-", r"[-_ ]?")
-            if alias != "cpu" and re.search(
-                rf"(?<![a-z0-9]){pattern}(?![a-z0-9])", name.lower(), re.I
-            ):
-                found = names[alias]
-                break
-        if found is not None:
-            break
-    if found is None:
-        return None
-    for pattern, unit in ((r"([\d.]+)\s*GiB", GIB), (r"([\d,]+)\s*B\b", 1)):
-        match = re.search(pattern, text)
-        total = round(float(match.group(1).replace(",", "")) * unit) if match else 0
-        # Only a device's total: some rows give the KV memory in the same words.
-        if abs(total / found.memory_bytes - 1) < 0.1:
-            return replace(found, memory_bytes=total)
-    return found
-
-
-def model_of(row: dict[str, Any]) -> tuple[ModelSpec | None, str | None]:
-    """(the bundled model that the row names, its dtype if the row names one).
-
-    A quantization in the name ("wna16", "AWQ") replaces the checkpoint's own.
-    """
-    text = _text(row, "model")
-    method = next((m for word, m in _QUANTIZED_WORDS.items() if word in text.lower()), None)
-    dtype = next(
-        (DTYPE_NAMES[w.lower()] for w in re.findall(r"\w+", text) if w.lower() in DTYPE_NAMES), None
-    )
-    if text.startswith("("):
-        return None, dtype  # a geometry, not the model itself
-    name = text.split(" ")[0] if text else ""
-    for candidate in (name, re.sub(r"-(Instruct|Chat|AWQ|GPTQ|FP8|hf)(-.*)?$", "", name)):
-        try:
-            model = load_model(candidate)
-        except UserError:
-            continue
-        if method is not None and model.quantization != method:
-            model = replace(model, quantization=method, quantization_config={})
-        return model, dtype
-    return None, dtype
-
-
-def geometry_of(row: dict[str, Any]) -> ModelSpec | None:
-    """A dense model with the row's own layers and heads per rank: enough for KV arithmetic, nothing else."""
-    layers, heads, size = (_int(row, k) for k in ("layers", "kv_heads_per_rank", "head_dim"))
-    if not layers or not heads or not size:
-        return None
-    named, _ = model_of(row)
-    latent = "mla" in _text(row, "kind").lower() or (named is not None and named.mla is not None)
-    if latent and heads == 1 and size > 64:
-        # One latent vector a token: the row's head_dim is kv_lora_rank + RoPE part.
-        mla = {
-            "kv_lora_rank": size - 64,
-            "qk_rope_head_dim": 64,
-            "qk_nope_head_dim": 128,
-            "v_head_dim": 128,
-        }
-    else:
-        mla = {}
-    config = {
-        **mla,
-        "model_type": "llama",
-        "hidden_size": heads * size,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "head_dim": size,
-        "intermediate_size": size,
-        "vocab_size": 1000,
-        "max_position_embeddings": max(1 << 20, _int(row, "max_model_len") or 0),
-        "torch_dtype": "bfloat16",
-    }
-    return spec_from_config(config, f"{layers} layers x {heads} KV heads x {size}")
-
-
 def _sizing(
     row: dict[str, Any], model: ModelSpec, engine: str, release: str | None
 ) -> CapacityInput:
     """The sizing of a row's geometry (one rank), whatever the memory."""
-    kv_dtype = _text(row, "kv_dtype")
+    kv_dtype = text_of(row, "kv_dtype")
     kv = kv_dtype if kv_dtype.startswith("fp8") else DTYPE_NAMES.get(kv_dtype, "bfloat16")
     return CapacityInput(
         gpu=find_gpu("h100"),
@@ -185,8 +61,8 @@ def _sizing(
         pipeline_parallel_size=1,
         data_parallel_size=1,
         enable_expert_parallel=False,
-        block_size=_int(row, "block_size") or 16,
-        max_model_len=_int(row, "max_model_len") or 16,
+        block_size=count_of(row, "block_size") or 16,
+        max_model_len=count_of(row, "max_model_len") or 16,
         max_num_seqs=1,
         max_num_batched_tokens=2048,
         in_flight_tokens=2048,
@@ -198,26 +74,26 @@ def _sizing(
 
 
 def _bytes_per_block(row: dict[str, Any], engine: str, release: str | None) -> int | None:
-    if _text(row, "kind") == "hybrid":
+    if text_of(row, "kind") == "hybrid":
         return None
     model = geometry_of(row)
     if model is None:
-        per_token, size = _int(row, "kv_bytes_per_token_per_rank"), _int(row, "block_size")
+        per_token, size = count_of(row, "kv_bytes_per_token_per_rank"), count_of(row, "block_size")
         return per_token * size if per_token and size else None
     want = replace(_sizing(row, model, engine, release), max_model_len=1, available_bytes=1 << 50)
     return size_kv_cache(want).bytes_per_block
 
 
 def _reported_blocks(row: dict[str, Any]) -> int | None:
-    blocks, tokens, size = (_int(row, k) for k in ("num_gpu_blocks", "kv_tokens", "block_size"))
-    if blocks is not None:
+    blocks, tokens, size = (count_of(row, k) for k in ("num_gpu_blocks", "kv_tokens", "block_size"))
+    if blocks is not None or text_of(row, "kind") == "hybrid":
         return blocks
     return tokens // size if tokens is not None and size and tokens % size == 0 else None
 
 
 def check_row(row: dict[str, Any]) -> list[RowResult]:
     """Every claim of the row that its inputs allow to check; one "no inputs" result if there is none."""
-    name = _text(row, "id") or "?"
+    name = text_of(row, "id") or "?"
     engine, release = release_of(row)
     results: list[RowResult] = []
 
@@ -226,8 +102,8 @@ def check_row(row: dict[str, Any]) -> list[RowResult]:
         results.append(RowResult(name, claim, outcome, str(ours), str(reported), None, note))
 
     per_block = _bytes_per_block(row, engine, release)
-    blocks, available = _reported_blocks(row), _number(row, "available_kv_gib")
-    per_token, size = _int(row, "kv_bytes_per_token_per_rank"), _int(row, "block_size")
+    blocks, available = _reported_blocks(row), number_of(row, "available_kv_gib")
+    per_token, size = count_of(row, "kv_bytes_per_token_per_rank"), count_of(row, "block_size")
     if per_block and per_token and size and geometry_of(row) is not None:
         say(
             "KV bytes per token and rank",
@@ -238,7 +114,7 @@ def check_row(row: dict[str, Any]) -> list[RowResult]:
     if per_block and available is not None and available > 0:
         low = math.floor(max(0.0, available - 0.005) * GIB) // per_block
         high = math.floor((available + 0.005) * GIB) // per_block
-        if blocks is not None and _text(row, "kind") == "dense-multirank":
+        if blocks is not None and text_of(row, "kind") == "dense-multirank":
             # The figure is one rank's; the poorest rank sets the blocks.
             say("blocks not above what this rank holds", blocks <= high, f"<= {high}", blocks)
         elif blocks is not None:
@@ -248,15 +124,16 @@ def check_row(row: dict[str, Any]) -> list[RowResult]:
             say("blocks from available memory", given[0] <= middle <= given[1], middle, given)
     _tokens(row, blocks, say)
     _concurrency(row, release, say)
-    cpu = _int(row, "num_cpu_blocks")
+    cpu = count_of(row, "num_cpu_blocks")
     if per_block and cpu is not None:
-        given_swap = re.search(r"swap_space (\d+)", _text(row, "notes"))
+        given_swap = re.search(r"swap_space (\d+)", text_of(row, "notes"))
         swap = int(given_swap.group(1)) if given_swap else 4
         ours = swap * GIB // per_block
         say(f"CPU blocks from {swap} GiB of swap", ours == cpu, ours, cpu)
     _refusals(row, engine, release, blocks, say)
+    results += _hybrid(row, name, engine, release)
     results += _prediction(row, name, engine, release, blocks, available)
-    return results or [RowResult(name, "-", "no inputs", "", "", None, _text(row, "notes"))]
+    return results or [RowResult(name, "-", "no inputs", "", "", None, text_of(row, "notes"))]
 
 
 def _range(value: object) -> list[float] | None:
@@ -271,13 +148,13 @@ def _range(value: object) -> list[float] | None:
 
 def _tokens(row: dict[str, Any], blocks: int | None, say: Any) -> None:
     """Dense models: tokens = blocks x block size."""
-    tokens, size = _int(row, "kv_tokens"), _int(row, "block_size")
+    tokens, size = count_of(row, "kv_tokens"), count_of(row, "block_size")
     if (
-        _int(row, "num_gpu_blocks") is not None
+        count_of(row, "num_gpu_blocks") is not None
         and blocks
         and tokens
         and size
-        and _text(row, "kind") != "hybrid"
+        and text_of(row, "kind") != "hybrid"
     ):
         say("tokens", blocks * size == tokens, blocks * size, tokens)
 
@@ -285,13 +162,13 @@ def _tokens(row: dict[str, Any], blocks: int | None, say: Any) -> None:
 def _concurrency(row: dict[str, Any], release: str | None, say: Any) -> None:
     """The printed concurrency and the printed tokens belong together, by the release's own definition."""
     tokens, length, printed = (
-        _number(row, k) for k in ("kv_tokens", "max_model_len", "max_concurrency")
+        number_of(row, k) for k in ("kv_tokens", "max_model_len", "max_concurrency")
     )
     if tokens is None or not length or printed is None:
         return
     decimals = len(str(printed).partition(".")[2])
     half = 0.5 * 10 ** -max(2, decimals)
-    hybrid = _text(row, "kind") == "hybrid"
+    hybrid = text_of(row, "kind") == "hybrid"
     if hybrid and not tokens_from_concurrency(parse_version(release or "")):
         say(
             "tokens are blocks, not concurrency x length",
@@ -307,7 +184,7 @@ def _concurrency(row: dict[str, Any], release: str | None, say: Any) -> None:
         f"{tokens / length:.{max(2, decimals)}f}x",
         f"{printed}x",
     )
-    blocks = _int(row, "num_gpu_blocks")
+    blocks = count_of(row, "num_gpu_blocks")
     if hybrid and blocks and printed > 0 and round(blocks / printed) > 0:
         per_request = round(blocks / printed)
         say(
@@ -322,8 +199,8 @@ def _refusals(
     row: dict[str, Any], engine: str, release: str | None, blocks: int | None, say: Any
 ) -> None:
     """Lengths that the engine refused must be refused, and the estimated maximum length must match."""
-    notes, available = _text(row, "notes"), _number(row, "available_kv_gib")
-    length = _int(row, "max_model_len")
+    notes, available = text_of(row, "notes"), number_of(row, "available_kv_gib")
+    length = count_of(row, "max_model_len")
     model = geometry_of(row)
     for asked, held in re.findall(r"REJECT (\d+) > (\d+)", notes):
         if blocks is not None and model is not None:
@@ -340,7 +217,7 @@ def _refusals(
                 message or "accepted",
                 f"holds {held}",
             )
-    if _text(row, "kind") == "reject":
+    if text_of(row, "kind") == "reject":
         if available is not None and available <= 0:
             message = _refusal(
                 replace(
@@ -351,12 +228,12 @@ def _refusals(
             ok = message is not None and "No available memory" in message
             say("refuses negative KV memory", ok, message or "accepted", f"{available} GiB")
         elif blocks is not None and length:
-            held_tokens = blocks * (_int(row, "block_size") or 16)
+            held_tokens = blocks * (count_of(row, "block_size") or 16)
             say(
                 f"refuses {length}",
                 length > held_tokens,
                 f"holds {held_tokens}",
-                f"holds {_int(row, 'kv_tokens')}",
+                f"holds {count_of(row, 'kv_tokens')}",
             )
     other = re.search(
         r"max_model_len (\d+): needs ([\d.]+) GiB, available ([\d.]+) GiB, estimated max len (\d+)",
@@ -390,6 +267,46 @@ def _refusal(want: CapacityInput) -> str | None:
     return None
 
 
+def _hybrid(row: dict[str, Any], name: str, engine: str, release: str | None) -> list[RowResult]:
+    """Blocks and tokens of a bundled model with several KV groups, from the row's own available memory.
+
+    From 0.20.1 on tokens depend on max_num_batched_tokens too: without it in the row they are a prediction.
+    """
+    model, dtype = model_of(row)
+    available = number_of(row, "available_kv_gib")
+    if text_of(row, "kind") != "hybrid" or model is None or not available or available <= 0:
+        return []
+    gpu = gpu_of(row)
+    bounds = []
+    for rounding in (-0.005, 0.005):
+        flags = {"available_kv_cache_bytes": round((available + rounding) * GIB)}
+        try:
+            run = _resolved(row, model, gpu or find_gpu("h100"), dtype, engine, release, flags)
+        except UserError as error:
+            return [RowResult(name, "from available memory", "predicted", f"refused: {error}", "")]
+        bounds.append(run.capacity)
+    stated = re.search(r"(?:max_num_batched_tokens|mnbt) \d+", text_of(row, "notes")) is not None
+    sure = stated or not tokens_from_concurrency(parse_version(release or ""))
+    results = []
+    for claim, key, certain in (
+        ("blocks", "num_gpu_blocks", True),
+        ("tokens", "kv_tokens", sure),
+    ):
+        seen = count_of(row, key)
+        if seen is None:
+            continue
+        attribute = "kv_cache_size_tokens" if key == "kv_tokens" else key
+        low, high = (getattr(fit, attribute) for fit in bounds)
+        inside = low <= seen <= high
+        outcome: Outcome = "exact" if inside else "WRONG" if certain else "predicted"
+        off = None if inside else 100 * ((low + high) / 2 / seen - 1)
+        text = f"{low}..{high}"
+        results.append(
+            RowResult(name, f"{claim} from available memory", outcome, text, str(seen), off)
+        )
+    return results
+
+
 def _prediction(
     row: dict[str, Any],
     name: str,
@@ -402,7 +319,7 @@ def _prediction(
     gpu, (model, dtype) = gpu_of(row), model_of(row)
     if gpu is None or model is None or (blocks is None and available is None):
         return []
-    if engine == "v0" and _int(row, "max_model_len") is None:
+    if engine == "v0" and count_of(row, "max_model_len") is None:
         return []  # V0 profiles with max_model_len tokens: without it nothing can be said
     try:
         run = _resolved(row, model, gpu, dtype, engine, release)
@@ -421,7 +338,7 @@ def _prediction(
             RowResult(name, "predicted", "predicted", f"refused: {str(error)[:100]}", str(blocks))
         ]
     fit = run.capacity
-    one_rank = _text(row, "kind") == "dense-multirank" and available is not None and available > 0
+    one_rank = text_of(row, "kind") == "dense-multirank" and available is not None and available > 0
     if blocks is not None and not one_rank:
         ours, seen, unit = float(fit.num_gpu_blocks), float(blocks), "blocks"
     else:
@@ -438,15 +355,16 @@ def _resolved(
     dtype: str | None,
     engine: str,
     release: str | None,
+    more: dict[str, Any] | None = None,
 ) -> Deployment:
     """The row's deployment."""
-    length = _int(row, "max_model_len")
-    kv_dtype = _text(row, "kv_dtype")
+    length = count_of(row, "max_model_len")
+    kv_dtype = text_of(row, "kv_dtype")
     flags: dict[str, Any] = {
-        "tensor_parallel_size": _int(row, "tp"),
-        "gpu_memory_utilization": _number(row, "gpu_memory_utilization"),
+        "tensor_parallel_size": count_of(row, "tp"),
+        "gpu_memory_utilization": number_of(row, "gpu_memory_utilization"),
         "kv_cache_dtype": kv_dtype if kv_dtype.startswith("fp8") else None,
-        "block_size": _int(row, "block_size"),
+        "block_size": count_of(row, "block_size"),
         "dtype": dtype,
         "engine": engine,
         "engine_version": release,
@@ -454,7 +372,7 @@ def _resolved(
     flags = {k: v for k, v in flags.items() if v is not None}
     if length is not None:
         flags["max_model_len"] = min(length, model.max_model_len)
-    notes = _text(row, "notes")
+    notes = text_of(row, "notes")
     for flag, pattern in (
         ("max_num_seqs", r"max_num_seqs (\d+)"),
         ("max_num_batched_tokens", r"(?:max_num_batched_tokens|mnbt) (\d+)"),
@@ -463,4 +381,4 @@ def _resolved(
         if given:
             flags[flag] = int(given.group(1))
     # The engine started, or its refusal is checked elsewhere: here only the memory is compared.
-    return resolve(model, gpu, what_if=True, **flags)
+    return resolve(model, gpu, what_if=True, **{**flags, **(more or {})})

@@ -16,7 +16,8 @@ from vsim.commands.catalog import catalog
 from vsim.errors import UserError
 from vsim.models.startup_log import parse_startup_log, startup_lines
 from vsim.sim.capacity_check import check_against_log, conclusion, resolve_beside_log
-from vsim.sim.capacity_rows import check_row, gpu_of, model_of, release_of
+from vsim.sim.capacity_report import gpu_of, model_of, release_of
+from vsim.sim.capacity_rows import check_row
 from vsim.sim.deployment import Deployment, resolve
 
 DATA = Path(__file__).parent / "data" / "kv_capacity"
