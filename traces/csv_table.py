@@ -10,6 +10,7 @@ from decimal import Decimal
 import numpy as np
 
 from vsim.traces.clock import (
+    MAX_NS,
     UNIT_NS,
     TimeError,
     datetime_to_ns,
@@ -22,6 +23,9 @@ from vsim.traces.draft import MAX_TOKENS, Draft, choose_unit
 from vsim.traces.files import TraceFile
 from vsim.traces.options import Report, RowError
 from vsim.traces.trace import Int64Array
+
+# From here on a block is worth importing Arrow (0.1 s) for; smaller files are read without it.
+ARROW_BLOCK_BYTES = 2 << 20
 
 NUMBERS: tuple[str, ...] = ("input_tokens", "output_tokens", "max_tokens", "priority")
 TEXTS: tuple[str, ...] = ("tenant", "session", "status")
@@ -132,6 +136,14 @@ class _Reader:
     def take(self, block: bytes, line: int) -> int:
         """Read one block whose first line has number `line`; returns the next block's first line number."""
         skip = 1 if line == 1 else 0
+        if (
+            len(block) >= ARROW_BLOCK_BYTES
+            and not self.text_fields
+            and self.spec.row_filter is None
+        ):
+            taken = self._take_fast(block, line, skip)
+            if taken is not None:
+                return taken
         fields, bad, next_line = _split(block, len(self.header), line, skip, self.report)
         for number, message, is_last in bad:
             if is_last:
@@ -146,6 +158,35 @@ class _Reader:
             self._parse(fields)
         return next_line
 
+    def _take_fast(self, block: bytes, line: int, skip: int) -> int | None:
+        """A whole block through Arrow's parser, if every row of it is plain; else None, and nothing is kept.
+
+        Arrow reads digits and ISO dates to ns exactly; what it refuses, or reads more kindly than we do, goes
+        through the careful path, which knows what to say about it.
+        """
+        if self.is_datetime is False or b'"' in block:
+            return None  # numbers as times are read by decimals(), to keep every digit
+        columns = arrow_columns(block, self.header, self.position, skip)
+        if columns is None:
+            return None
+        times, numbers = columns
+        rows = len(times)
+        if rows != block.count(b"\n") + (not block.endswith(b"\n")) - skip:
+            return None
+        good = times.min(initial=0) >= 0 and times.max(initial=0) <= MAX_NS
+        for name, column in numbers.items():
+            low, high = (-(2**31), 2**31 - 1) if name == "priority" else (0, MAX_TOKENS)
+            good = good and column.min(initial=0) >= low and column.max(initial=0) <= high
+        if not good:
+            return None
+        self.is_datetime = True
+        self._note_lines(np.arange(line + skip, line + skip + rows))
+        self.columns.times.append(times)
+        for name, column in numbers.items():
+            self.columns.numbers.setdefault(name, []).append(column)
+        self.rows += rows
+        return line + skip + rows
+
     def _parse(self, fields: _Fields) -> None:
         good = np.ones(len(fields.lines), dtype=bool)
         if self.spec.row_filter is not None:
@@ -159,12 +200,22 @@ class _Reader:
             chosen = np.flatnonzero(good).tolist()
             texts = {name: [column[row] for row in chosen] for name, column in texts.items()}
         self.columns.times.append(times)
-        self.columns.lines.append(fields.lines[good])
+        self._note_lines(fields.lines[good])
         for name, column in numbers.items():
             self.columns.numbers.setdefault(name, []).append(column)
         for name, text in texts.items():
             self.columns.texts.setdefault(name, []).extend(text)
         self.rows += len(times)
+
+    def _note_lines(self, lines: Int64Array) -> None:
+        """Remember line numbers only once a row is missing: ten million of them are 80 MB."""
+        if not self.columns.lines and len(lines):
+            expected = self.rows + 2  # the header is line 1
+            if lines[0] == expected and lines[-1] == expected + len(lines) - 1:
+                return
+            self.columns.lines.append(np.arange(2, self.rows + 2))
+        if len(lines):
+            self.columns.lines.append(lines)
 
     def _filter(self, fields: _Fields, good: Bools) -> None:
         assert self.spec.row_filter is not None
@@ -283,7 +334,7 @@ class _Reader:
 
         numbers = {name: joined(self.columns.numbers.get(name, [])) for name in self.number_fields}
         texts = self.columns.texts
-        lines = joined(self.columns.lines)
+        lines = joined(self.columns.lines) if self.columns.lines else None
         priority = numbers.get("priority")
         empty = np.empty(0, np.int64)
         return Draft(
@@ -291,6 +342,7 @@ class _Reader:
             prompt=numbers.get("input_tokens", empty),
             output=numbers.get("output_tokens", empty),
             lines=lines,
+            first_line=2,
             max_tokens=numbers.get("max_tokens"),
             priority=None if priority is None else priority.astype(np.int32),
             tenants=texts.get("tenant"),
@@ -374,6 +426,45 @@ def _unquote(block: bytes, line: int, report: Report) -> bytes:
         )
         out.append(cleaned.encode("utf-8", "surrogateescape"))
     return b"\n".join(out)
+
+
+def arrow_columns(
+    block: bytes, header: list[str], position: dict[str, int], skip: int
+) -> tuple[Int64Array, dict[str, Int64Array]] | None:
+    """Times and numbers of a block of CSV with dates, by Arrow; None if any field is not plain."""
+    if "timestamp" not in position:
+        return None
+    begin = block.index(b"\n") + 1 if skip else 0
+    first = block[begin : block.find(b"\n", begin)].split(b",")
+    if len(first) <= position["timestamp"]:
+        return None
+    if not looks_like_datetime(first[position["timestamp"]].decode("latin-1")):
+        return None
+    zoned = first[position["timestamp"]].endswith((b"+00:00", b"Z"))
+    import pyarrow as pa
+    import pyarrow.csv as arrow_csv
+
+    names = [f"c{at}" for at in range(len(header))]
+    wanted = {names[at]: pa.int64() for at in position.values()}
+    wanted[names[position["timestamp"]]] = pa.timestamp("ns", "UTC" if zoned else None)
+    try:
+        table = arrow_csv.read_csv(
+            pa.py_buffer(memoryview(block)[begin:]),
+            read_options=arrow_csv.ReadOptions(column_names=names, block_size=len(block) + 1),
+            parse_options=arrow_csv.ParseOptions(quote_char=False),
+            convert_options=arrow_csv.ConvertOptions(
+                column_types=wanted, include_columns=list(wanted), null_values=[], check_utf8=False
+            ),
+        )
+    except pa.ArrowException:
+        return None
+    values = {}
+    for ours, at in position.items():
+        column = table.column(names[at])
+        if column.null_count:
+            return None
+        values[ours] = column.cast(pa.int64()).to_numpy()
+    return values.pop("timestamp"), values
 
 
 def whole_number(text: str, *, signed: bool = False) -> int:

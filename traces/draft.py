@@ -135,24 +135,25 @@ def finish(draft: Draft, report: Report, source: TraceSource) -> Trace:
         if report.dropped:
             report.fail(f"no request is left: {'; '.join(report.all_sentences())}")
         report.fail("has no requests, only a header or nothing; a trace needs at least one")
-    rows = np.flatnonzero(keep)
-    times = draft.time_ns[rows]
-    order = np.arange(len(rows))
-    steps_back = np.maximum.accumulate(times) - times
-    late = int(np.count_nonzero(steps_back))
-    if late:
-        worst = float(steps_back.max()) / 1e9
-        first = int(np.flatnonzero(steps_back)[0])
+    whole_file = bool(keep.all())
+    plain = draft.tenants is None and draft.sessions is None and draft.after is None
+    plain = plain and draft.hash_ids is None and draft.prefix_arrays is None
+    # Row numbers are needed only to pick rows; ten million of them would be 80 MB for nothing.
+    rows = np.empty(0, np.int64) if whole_file and plain else np.flatnonzero(keep)
+    times = draft.time_ns if whole_file else draft.time_ns[rows]
+    if (times[1:] < times[:-1]).any():
+        steps_back = np.maximum.accumulate(times) - times
+        late = np.flatnonzero(steps_back)
         report.oddity(
-            f"{late} of {len(rows)} timestamps out of order, max {worst:.9g} s: sorted by time; "
-            "equal times keep the file's order.",
-            draft.line(int(rows[first])),
+            f"{len(late)} of {len(times)} timestamps out of order, max {float(steps_back.max()) / 1e9:.9g} s: "
+            "sorted by time; equal times keep the file's order.",
+            draft.line(int(np.flatnonzero(keep)[late[0]])),
         )
         order = np.argsort(times, kind="stable")
-        times = times[order]
-    rows = rows[order]
+        times, rows = times[order], np.flatnonzero(keep)[order]
+        whole_file = False
     origin = int(times[0])
-    whole_file = len(rows) == n and not late
+    times -= origin  # in place: the draft is used up here
 
     def take(column: npt.NDArray[np.generic] | None) -> npt.NDArray[np.generic] | None:
         if column is None or whole_file:
@@ -167,9 +168,9 @@ def finish(draft: Draft, report: Report, source: TraceSource) -> Trace:
         session_names = tuple(name for name in session_names if name)
     offsets, ids = _prefix(draft, rows)
     return Trace(
-        arrival_ns=times - origin,
-        prompt_tokens=draft.prompt[rows],
-        output_tokens=draft.output[rows],
+        arrival_ns=times,
+        prompt_tokens=draft.prompt if whole_file else draft.prompt[rows],
+        output_tokens=draft.output if whole_file else draft.output[rows],
         source=source,
         max_tokens=take(draft.max_tokens),  # type: ignore[arg-type]
         priority=take(draft.priority),  # type: ignore[arg-type]
