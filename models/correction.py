@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from vsim.models.step import FloatArray, StepModel, StepShape, decode_run_seconds
+from vsim.models.step import (
+    FloatArray,
+    StepModel,
+    StepShape,
+    decode_run_seconds,
+    lockstep_seconds,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +45,11 @@ def features(shape: StepShape) -> tuple[float, float, float, float, float]:
     )
 
 
+def group_features(shapes: Sequence[StepShape]) -> tuple[float, ...]:
+    """`features` of a step of several ranks: the largest of each."""
+    return tuple(max(column) for column in zip(*map(features, shapes), strict=True))
+
+
 @dataclass(frozen=True, slots=True)
 class CorrectedStepModel:
     """prior x scale + linear terms, never less than a tenth of the prior."""
@@ -65,6 +77,15 @@ class CorrectedStepModel:
         seconds = seconds + c.per_kv_token_s * context
         result: FloatArray = np.where(seconds > 0.1 * prior, seconds, 0.1 * prior)
         return result
+
+    def lockstep_seconds(self, shapes: Sequence[StepShape]) -> float:
+        """See `LockstepModel`: each term is that of the rank in which it is largest."""
+        prior = lockstep_seconds(self.prior, shapes)
+        added = sum(
+            getattr(self.coefficients, name) * value
+            for name, value in zip(NAMES, group_features(shapes), strict=True)
+        )
+        return max(prior * self.coefficients.scale + added, 0.1 * prior)
 
     def host_seconds(self, shape: StepShape) -> float:
         return self.prior.host_seconds(shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,11 @@ from typing import Any
 from vsim.errors import UserError
 from vsim.models.artifact import Calibration, read_calibration
 from vsim.models.domain import WORDS, Domain
+from vsim.models.engine_steps import block_size_note
 from vsim.models.hardware import Gpu
 from vsim.models.model_spec import ModelSpec, load_model
 from vsim.models.roofline import LABEL, roofline_params
-from vsim.models.step import FloatArray, StepModel, StepShape, decode_run_seconds
+from vsim.models.step import FloatArray, StepModel, StepShape, decode_run_seconds, lockstep_seconds
 from vsim.models.table_params import StepContext
 
 HERE = Path(__file__).parent
@@ -47,6 +48,7 @@ class LoadedStepModel:
     steps: int = 0
     steps_outside: int = 0
     outside: dict[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # what this deployment asks of the model that was not measured
     _domain: Domain = field(init=False)
 
     def __post_init__(self) -> None:
@@ -70,6 +72,14 @@ class LoadedStepModel:
             self._note(self._domain.outside(shape.after_decodes(steps - 1)), steps - inside)
         return decode_run_seconds(self.model, shape, steps)
 
+    def lockstep_seconds(self, shapes: Sequence[StepShape]) -> float:
+        """See `LockstepModel`."""
+        self.steps += 1
+        beyond = {name for shape in shapes for name in self._domain.outside(shape)}
+        if beyond:
+            self._note(tuple(sorted(beyond)), 1)
+        return lockstep_seconds(self.model, shapes)
+
     @property
     def label(self) -> str:
         return self.calibration.label
@@ -90,7 +100,7 @@ class LoadedStepModel:
     @property
     def assumptions(self) -> tuple[str, ...]:
         """Sentences for the user: the artifact's own, and what this run asked beyond the samples."""
-        said = list(self.calibration.assumptions)
+        said = [*self.calibration.assumptions, *self.notes]
         if self.calibration.kind == "roofline":
             said.insert(0, f"step time is a {LABEL}: expect tens of percent of error")
         if self.steps_outside:
@@ -154,7 +164,13 @@ def load_step_model(
         wrong = _mismatch(calibration, gpu, model, tensor_parallel_size)
         if wrong:
             raise UserError(f"profile {name} does not fit this deployment: {wrong}")
-        return LoadedStepModel(calibration.step_model(context), calibration, name)
+        note = (
+            block_size_note(calibration.params, context.block_size)
+            if calibration.kind == "engine-steps"
+            else None
+        )
+        model_of_it = calibration.step_model(context)
+        return LoadedStepModel(model_of_it, calibration, name, notes=(note,) if note else ())
     if gpu is None or model is None:
         raise UserError("a step model needs --profile, or --gpu and --model")
     if weight_bytes_per_param == 2.0 and kv_bytes_per_element == 2.0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -91,3 +92,21 @@ def decode_run_seconds(model: StepModel, shape: StepShape, steps: int) -> FloatA
     return np.array(
         [model.device_seconds(shape.after_decodes(i)) for i in range(steps)], dtype=np.float64
     )
+
+
+@runtime_checkable
+class LockstepModel(StepModel, Protocol):
+    """A step model that knows what data-parallel ranks with shared experts do to each other."""
+
+    def lockstep_seconds(self, shapes: Sequence[StepShape]) -> float:
+        """Device seconds of one step that all ranks make together; `shapes` has one entry per rank."""
+        ...
+
+
+def lockstep_seconds(model: StepModel, shapes: Sequence[StepShape]) -> float:
+    """`model.lockstep_seconds` where it has one, else the slowest rank's time alone."""
+    if len(shapes) == 1:
+        return model.device_seconds(shapes[0])
+    if isinstance(model, LockstepModel):
+        return model.lockstep_seconds(shapes)
+    return max(model.device_seconds(shape) for shape in shapes)
