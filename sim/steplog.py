@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from vsim.errors import UserError
 from vsim.sim.case import Case, CaseRequest
 from vsim.sim.scheduler_v1 import SchedulerV1
 from vsim.sim.step import Step
@@ -20,9 +21,14 @@ from vsim.sim.transfers import CopyChannels
 Record = dict[str, Any]
 
 
-def run_case(case: Case, max_steps: int | None = None) -> Iterator[Record]:
-    """Yield the step records of a V1 case, then `{"summary": ...}`. Raises UserError for a bad case."""
-    return _Run(case).records(max_steps)
+def run_case(
+    case: Case, max_steps: int | None = None, scheduler: SchedulerV1 | None = None
+) -> Iterator[Record]:
+    """Yield the step records of a V1 case, then `{"summary": ...}`. Raises UserError for a bad case.
+
+    `scheduler` drives another one than `case.config` describes: one that is watched, or with another rule.
+    """
+    return _Run(case, scheduler or SchedulerV1(case.config)).records(max_steps)
 
 
 def rounded(seconds: float) -> float:
@@ -43,9 +49,9 @@ class _Batch:
 class _Run:
     """One case on its way. `now` is the engine core's CPU clock."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, scheduler: SchedulerV1) -> None:
         self.case = case
-        self.scheduler = SchedulerV1(case.config)
+        self.scheduler = scheduler
         self.now = 0.0
         self.stage_free = [0.0] * case.config.pipeline_parallel_size
         self.in_flight: deque[_Batch] = deque()  # oldest first
@@ -216,6 +222,11 @@ class _Run:
         if any(batch.step.requests for batch in self.in_flight):
             return
         if self.channels is not None and self.channels.busy:
+            if nap == 0:
+                raise UserError(
+                    f"{self.case.name}: config.idle_sleep=0 stops the clock while the engine waits for a copy"
+                    " of kv_offload; set it above 0 (real vLLM naps 0.001 s)"
+                )
             return
         if not self.arrivals:
             self.stalled = True
