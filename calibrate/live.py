@@ -25,6 +25,8 @@ from vsim.calibrate.spot import (
 )
 from vsim.calibrate.worker import Worker, find_vllm_python, worker_environment
 from vsim.errors import UserError
+from vsim.models.artifact import Calibration
+from vsim.models.engine_steps import block_size_note
 from vsim.models.hardware import find_gpu
 from vsim.models.load import LoadedStepModel, read_profile
 from vsim.models.table_params import StepContext
@@ -111,6 +113,7 @@ def live_check(plan: LivePlan, say: Callable[[str], None]) -> LiveResult:
                 ),
                 calibration,
                 name,
+                notes=_notes(calibration, scheduler.block_size),
             )
             trace, said = _trace(plan, limits, scheduler, model.model)
             say(f"predicting {len(trace)} requests over {trace.span_s:.0f} s")
@@ -195,6 +198,13 @@ def _judge(
         },
     )
     return LiveResult(check, predicted, runs)
+
+
+def _notes(calibration: Calibration, block_size: int) -> tuple[str, ...]:
+    if calibration.kind != "engine-steps":
+        return ()
+    note = block_size_note(calibration.params, block_size)
+    return () if note is None else (note,)
 
 
 def _model(plan: LivePlan, says: Any) -> tuple[Any, dict[str, Any]]:

@@ -152,6 +152,19 @@ def measured_block_sizes(params: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(sorted(int(row["block_size"]) for row in params["attention"]))
 
 
+def block_size_note(params: Mapping[str, Any], block_size: int | None) -> str | None:
+    """One sentence if attention was not measured at this block size, else None."""
+    sizes = measured_block_sizes(params)
+    if block_size is None or block_size in sizes:
+        return None
+    inside = sizes[0] < block_size < sizes[-1]
+    how = "interpolated from" if inside else "taken from the nearest of"
+    return (
+        f"attention was not measured at block size {block_size}: its times are {how} "
+        f"{', '.join(map(str, sizes))}"
+    )
+
+
 def for_other_model(
     params: Mapping[str, Any],
     measured: ModelSpec,

@@ -124,6 +124,7 @@ def step_model_for(deployment: Deployment, profile: str | None = None) -> Loaded
             max_num_seqs=deployment.scheduler.max_num_seqs,
             max_num_batched_tokens=deployment.scheduler.max_num_batched_tokens,
             enforce_eager=deployment.enforce_eager,
+            block_size=deployment.scheduler.block_size,
         ),
     )
 

@@ -10,7 +10,7 @@ from vsim.calibrate.fit_samples import errors, fit_params, fit_samples, noise_fl
 from vsim.calibrate.samples import Samples, StepSample
 from vsim.errors import UserError
 from vsim.models.artifact import parse_calibration
-from vsim.models.engine_steps import build_engine_steps, for_other_model
+from vsim.models.engine_steps import block_size_note, build_engine_steps, for_other_model
 from vsim.models.model_spec import load_model
 from vsim.models.step import StepShape
 from vsim.models.table_params import StepContext
@@ -111,6 +111,9 @@ def test_each_block_size_has_its_own_attention() -> None:
     assert at[128] == pytest.approx(machine(shape, 128)[0], rel=0.02)
     assert at[32] < at[64] < at[128], "between two measured sizes lies between"
     assert at[16] == at[32] and at[256] == at[128], "beyond them the nearest holds"
+    assert block_size_note(params, 32) is None
+    assert "interpolated from 32, 128" in str(block_size_note(params, 64))
+    assert "nearest of 32, 128" in str(block_size_note(params, 256))
 
 
 @settings(max_examples=40, deadline=None)
