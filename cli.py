@@ -64,7 +64,10 @@ def vsim() -> None:
 def main() -> None:
     """Run `vsim`; bad input is one sentence on stderr and exit code 2."""
     try:
-        vsim.main(prog_name="vsim", standalone_mode=False)
+        # click gives the code of an Exit back instead of raising it; commands themselves return nothing.
+        code = vsim.main(prog_name="vsim", standalone_mode=False)
+        if isinstance(code, int):
+            sys.exit(code)
     except UserError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(2)
