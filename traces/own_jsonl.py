@@ -73,6 +73,8 @@ def read_jsonl(
             cap = -1 if row.get(f_max) is None else check(jsonl.tokens, row, f_max, report, line)
             content = check(jsonl.ids, row, f_ids)
             check.done()
+            if "first_token" in row:
+                _check_skew(row, time, report, line)
             if has_ns and (not isinstance(time, int) or time > MAX_NS):
                 raise RowError(f"{f_ns} is {time}, not a whole number of ns within 146 years")
             if (
@@ -159,6 +161,15 @@ def _times(
             rows=len(times),
         )
     return times_from_numbers(times, lines, unit, report)
+
+
+def _check_skew(row: dict[str, Any], time: int | Decimal, report: Report, line: int) -> None:
+    """A client log may tell of clocks that disagree; its arrivals are still arrivals."""
+    first = row["first_token"]
+    if isinstance(first, int | Decimal) and not isinstance(first, bool) and first < time:
+        report.notice(
+            "first token before arrival (clock skew): the arrival is used, latencies are not", line
+        )
 
 
 def _time(row: dict[str, Any], name: str) -> int | Decimal:
