@@ -17,7 +17,7 @@ from vsim.sim.prefix_cache_v0 import PrefixCachingStack
 from vsim.sim.request_v0 import IGNORED, RUNNING, SWAPPED, WAITING, RequestV0
 from vsim.sim.step_v0 import BlockPairs, StepV0, die
 
-# Why the head of the waiting queue did not get in.
+# Why the head of the waiting queue did not get in (Step.blocked_by); the first three are V1's words too.
 TOKEN_BUDGET, MAX_NUM_SEQS, KV_FULL = "token_budget", "max_num_seqs", "kv_full"
 SWAPPED_QUEUE, LONG_PREFILLS = "swapped_queue", "max_long_partial_prefills"
 

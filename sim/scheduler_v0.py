@@ -100,6 +100,7 @@ class SchedulerV0:
             die("AssertionError: ", "the prefix cache evicted a block by an outdated entry")
         except NoFreeBlocksError:
             die("NoFreeBlocksError: ", "a KV block was needed and none was free")
+        step.blocked_by = self.queues.blocked_by
         for index in step.ignored:
             del self._requests[index]
         self._describe(step, batch, now)

@@ -122,8 +122,7 @@ def test_the_front_end_refuses_empty_and_overlong_prompts(prompt: int, reason: s
 
 def test_the_head_of_the_queue_says_what_it_waits_for() -> None:
     scheduler = serving(replace(PLAIN, max_num_seqs=1), asking(0, 3), asking(1, 3))
-    next_step(scheduler)
-    assert scheduler.blocked_by == "max_num_seqs"
+    assert next_step(scheduler).blocked_by == "max_num_seqs"
     scheduler = serving(PLAIN, asking(0, 33), asking(1, 33), asking(2, 3))
     next_step(scheduler)
     assert scheduler.blocked_by == "kv_full"
