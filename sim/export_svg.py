@@ -16,7 +16,7 @@ STYLE = (
     "text{font:13px 'DejaVu Sans',Helvetica,Arial,sans-serif;fill:#1c2430}.soft{fill:#5b6675;font-size:12px}"
     "path{vector-effect:non-scaling-stroke;fill:none}.grid{stroke:#d9dee5}"
     ".line{stroke:currentColor;stroke-width:1.6;stroke-linejoin:round}.dash{stroke-dasharray:5 3}"
-    ".band{fill:currentColor;opacity:.18}.fill{fill:currentColor;opacity:.75}.limit{stroke:#9a3412}"
+    ".band{fill:currentColor;opacity:.18}.fill{fill:currentColor;opacity:.75}.heat{fill:currentColor}.limit{stroke:#9a3412}"
     ".c1{color:#2563eb}.c2{color:#c2570c}.c3{color:#047857}.c4{color:#9333ea}.c5{color:#64748b}"
 )
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
-from vsim.sim import report_series, report_tables, report_words
+from vsim.sim import report_anomalies, report_series, report_tables, report_words
 from vsim.sim.report_svg import Chart, chart_data, esc, render_chart
 from vsim.sim.run import Run
 from vsim.sim.summary import setting
@@ -27,7 +27,10 @@ def render_report(run: Run, summary: Mapping[str, Any]) -> str:
     clock = StepClock(run)
     found = report_series.charts(run, summary, clock)
     words = report_words.paragraph(run, summary, clock)
-    sections = [
+    sections = []
+    if notable := report_anomalies.anomalies(run, summary, clock):
+        sections.append(_section("Worth a look", report_tables.anomalies_table(notable)))
+    sections += [
         _section("Latency", report_tables.latency_table(summary) + _grid(found, _LATENCY)),
     ]
     if over_time := _grid(found, _TIMELINES):
@@ -53,7 +56,7 @@ def render_report(run: Run, summary: Mapping[str, Any]) -> str:
     return page(title or kind, kind, _head(run, summary, words), sections, found)
 
 
-_LATENCY = ("cdf-request", "cdf-token", "ttft-time", "tpot-time", "e2el-time")
+_LATENCY = ("cdf-request", "cdf-token", "ttft-time", "tpot-time", "e2el-time", "ttft-heat")
 _TIMELINES = (
     "queue",
     "kv",

@@ -13,6 +13,7 @@ from vsim.sim.report_svg import Chart, Series
 from vsim.sim.run import FINISHED, REJECTED, Run
 
 BUCKETS = 300  # along the time axis, for states that hold
+HEAT_ROWS = 28
 COARSE = 100  # for rates and percentiles, where a bucket needs many samples
 FloatArray = npt.NDArray[np.float64]
 # Where the CDF is drawn: every half percent, and finer in the tail people look at.
@@ -32,6 +33,8 @@ def charts(run: Run, summary: Mapping[str, Any], clock: timeline.StepClock) -> l
     # Percentiles of a handful of requests are noise: fewer, wider buckets for a small run.
     coarse = _edges(start, span_ns, min(COARSE, max(10, run.num_requests // 8)))
     found += latency_over_time(run, coarse)
+    if (heat := heat_map(run, coarse)) is not None:
+        found.append(heat)
     if len(run.steps["start_ns"]):
         found += [queue_chart(run, clock, fine), *kv_charts(run, clock, fine, summary)]
         found += [throughput_chart(run, coarse), batch_chart(run, clock, fine)]
@@ -117,6 +120,32 @@ def latency_over_time(run: Run, edges: npt.NDArray[np.int64]) -> list[Chart]:
             )
         )
     return charts
+
+
+def heat_map(run: Run, edges: npt.NDArray[np.int64]) -> Chart | None:
+    """How many requests sent in each stretch saw which TTFT."""
+    done = run.requests["status"] == FINISHED
+    ttft_ms = metrics.latencies(run).ttft_ns / 1e6
+    if not (ttft_ms > 0).any():
+        return None
+    low, high = float(ttft_ms[ttft_ms > 0].min()) * 0.999, float(ttft_ms.max()) * 1.001
+    rows = np.geomspace(max(low, high / 1e6), high, HEAT_ROWS + 1)
+    row = np.clip(np.searchsorted(rows, ttft_ms, side="right") - 1, 0, HEAT_ROWS - 1)
+    column = np.searchsorted(edges, run.requests["sent_ns"][done], side="right") - 1
+    columns = len(edges) - 1
+    column = np.clip(column, 0, columns - 1)
+    counts = np.bincount(row * columns + column, minlength=HEAT_ROWS * columns)
+    (p50,) = grouped_percentiles(ttft_ms, column, columns, (50,))
+    return Chart(
+        "ttft-heat",
+        "TTFT heat map",
+        "requests sent then, by TTFT",
+        _middles(edges),
+        [Series("p50", p50, 2)],
+        note="The stronger the colour, the more requests.",
+        heat=counts.reshape(HEAT_ROWS, columns).astype(float),
+        heat_edges=rows,
+    )
 
 
 def grouped_percentiles(

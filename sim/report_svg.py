@@ -57,6 +57,9 @@ class Chart:
     y_max: float | None = None  # None: from the data
     note: str = ""
     marks: Sequence[tuple[float, str]] = field(default=())  # horizontal lines: value, label
+    # A heat map under the curves: counts of shape (rows, len(x)), and the rows' edges (ms, geometric).
+    heat: FloatArray | None = None
+    heat_edges: FloatArray = field(default_factory=lambda: np.empty(0))
 
 
 def render_chart(chart: Chart) -> str:
@@ -109,7 +112,28 @@ def _body(chart: Chart, across: _XAxis, up: _YAxis) -> str:
     limits = "".join(
         f'<path class="limit" d="M0 {up.place(value):.1f}H{WIDTH}"/>' for value, _ in chart.marks
     )
-    return grid + _curves(chart, across, up) + limits
+    return grid + _heat(chart, across, up) + _curves(chart, across, up) + limits
+
+
+def _heat(chart: Chart, across: _XAxis, up: _YAxis) -> str:
+    """One path for each of eight shades: the fuller a cell, the darker; empty cells stay empty."""
+    if chart.heat is None or not chart.heat.any():
+        return ""
+    level = np.ceil(np.sqrt(chart.heat / chart.heat.max()) * 8).astype(int)
+    wide = across.place(time_end(chart.x)) / len(chart.x)
+    ys = [up.place(edge) for edge in chart.heat_edges.tolist()]
+    parts = []
+    for shade in range(1, 9):
+        cells = "".join(
+            f"M{column * wide:.1f} {ys[row]:.1f}H{(column + 1) * wide:.1f}V{ys[row + 1]:.1f}"
+            f"H{column * wide:.1f}Z"
+            for row, column in np.argwhere(level == shade).tolist()
+        )
+        if cells:
+            parts.append(
+                f'<path class="heat c1" style="opacity:{shade / 8 * 0.8:.2f}" d="{cells}"/>'
+            )
+    return "".join(parts)
 
 
 def drawing(
@@ -229,6 +253,11 @@ class _YAxis:
         together = together[np.isfinite(together)]
         top = float(together.max()) if chart.y_max is None else chart.y_max
         self.log = False
+        if chart.heat is not None:
+            self.log = True
+            self.low, self.high = float(chart.heat_edges[0]), float(chart.heat_edges[-1])
+            self.ticks = log_ticks(self.low, self.high, decades_only=self.high > 20 * self.low)
+            return
         if chart.y_log:
             positive = together[together > 0]
             if len(positive) and positive.max() / positive.min() > 20:

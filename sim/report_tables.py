@@ -9,6 +9,7 @@ import numpy as np
 
 from vsim.sim import metrics
 from vsim.sim.metrics import percentile_word
+from vsim.sim.report_anomalies import Anomaly
 from vsim.sim.report_svg import esc
 from vsim.sim.run import Run
 from vsim.sim.table import LATENCIES
@@ -92,7 +93,16 @@ def latency_table(summary: Mapping[str, Any]) -> str:
 
 
 def _ms(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.2f}"
+    """Milliseconds for a narrow column; summary.json has every digit."""
+    if value is None:
+        return "–"
+    return (
+        f"{value:,.0f}"
+        if value >= 10_000
+        else f"{value:,.1f}"
+        if value >= 1000
+        else f"{value:,.2f}"
+    )
 
 
 def engine_table(summary: Mapping[str, Any]) -> str:
@@ -159,6 +169,28 @@ def two_columns(rows: Sequence[tuple[str, str]]) -> str:
         f"<tr><th scope=row>{esc(name)}</th><td>{esc(value)}</td></tr>" for name, value in rows
     )
     return f"<div class=scroll><table class=pairs><tbody>{body}</tbody></table></div>"
+
+
+def anomalies_table(found: Sequence[Anomaly]) -> str:
+    """When, what, and what came together with it."""
+    rows = "".join(
+        f"<tr><td class=when>{esc(_clock(one.start_s))} – {esc(_clock(one.end_s))}</td>"
+        f"<th scope=row>{esc(one.what)}</th><td>{esc(one.together)}</td></tr>"
+        for one in found
+    )
+    return (
+        "<div class=scroll><table class=notable><thead><tr><th>when</th><th>what</th>"
+        f"<th>together with</th></tr></thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _clock(seconds: float) -> str:
+    """Time since the first arrival, 1:02:03 or 2:03."""
+    whole = round(seconds)
+    hours, rest = divmod(whole, 3600)
+    if hours:
+        return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
+    return f"{rest // 60}:{rest % 60:02d}"
 
 
 def reasons_table(summary: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from vsim.sim import metrics, timeline
 from vsim.sim.run import Run
@@ -33,7 +34,9 @@ def paragraph(run: Run, summary: Mapping[str, Any], clock: timeline.StepClock) -
         reason, count = next(iter(summary["rejected_reasons"].items()))
         total = sum(summary["rejected_reasons"].values())
         other = "" if count == total else f" (most often, {number(count)} times)"
-        sentences.append(f"{_requests(total)} rejected{other}: {reason}.")
+        # Codes such as rejected_too_long read as words here; the tables show them as they are.
+        spoken = reason.removeprefix("rejected_").replace("_", " ") if " " not in reason else reason
+        sentences.append(f"{_requests(total)} rejected{other}: {spoken}.")
     if summary["ended_early"]:
         sentences.append(f"The run ended early: {summary['ended_early']}.")
     return sentences
@@ -76,17 +79,7 @@ def _shortage(run: Run, s: Mapping[str, Any], clock: timeline.StepClock) -> list
     peak = f"KV cache usage peaked at {percent(s['kv_usage_peak'], 0)}"
     if share < 0.01:
         return [f"Requests hardly ever waited for the engine; {peak}."]
-    seats = setting(run.config, "max_num_seqs")
-    budget = setting(run.config, "max_num_batched_tokens")
-    causes = {
-        "the KV cache was at least 90 % full": steps["kv_blocks_used"] >= FULL * run.num_gpu_blocks,
-        f"all {number(seats)} seats (max_num_seqs) were taken": (
-            steps["running"] >= seats if isinstance(seats, int) else np.zeros(len(waiting), bool)
-        ),
-        "the step's token budget (max_num_batched_tokens) was used up": (
-            steps["tokens"] >= budget if isinstance(budget, int) else np.zeros(len(waiting), bool)
-        ),
-    }
+    causes = shortages(run)
     text = f"Requests were waiting for {percent(share, 0)} of the time; {peak}."
     found = {
         name: (clock.state(waiting & mask).mean(start, end) or 0.0) / share
@@ -96,6 +89,23 @@ def _shortage(run: Run, s: Mapping[str, Any], clock: timeline.StepClock) -> list
     if most >= 0.2:
         text = text[:-1] + f", and {name} during {percent(most, 0)} of that waiting."
     return [text, *_growing(run, clock, start, end)]
+
+
+def shortages(run: Run) -> dict[str, npt.NDArray[np.bool_]]:
+    """What may have been used up in each step, in words: a mask of shape (steps,) for each."""
+    steps = run.steps
+    nothing = np.zeros(len(steps["start_ns"]), dtype=bool)
+    seats = setting(run.config, "max_num_seqs")
+    budget = setting(run.config, "max_num_batched_tokens")
+    return {
+        "the KV cache was at least 90 % full": steps["kv_blocks_used"] >= FULL * run.num_gpu_blocks,
+        f"all {number(seats)} seats (max_num_seqs) were taken": (
+            steps["running"] >= seats if isinstance(seats, int) else nothing
+        ),
+        "the step's token budget (max_num_batched_tokens) was used up": (
+            steps["tokens"] >= budget if isinstance(budget, int) else nothing
+        ),
+    }
 
 
 def _growing(run: Run, clock: timeline.StepClock, start: int, end: int) -> list[str]:

@@ -16,13 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vsim.sim.report import render_report
+from vsim.sim.report_anomalies import anomalies
 from vsim.sim.report_series import charts, grouped_percentiles
 from vsim.sim.report_svg import nice_ticks, time_ticks
 from vsim.sim.report_words import paragraph
 from vsim.sim.run import Run
 from vsim.sim.summary import summarize
 from vsim.sim.timeline import StepClock
-from vsim.tests.make_run import S, make_run, random_run
+from vsim.tests.make_run import MS, S, make_run, random_run
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e\"'&"
 CONFIG = {
@@ -186,6 +187,93 @@ def test_ticks_are_few_and_reach_the_top(high: float) -> None:
     assert ticks[0] == 0 and ticks[-1] >= high * 0.999 and 2 <= len(ticks) <= 8
     times = time_ticks(high)
     assert 1 <= len(times) <= 11 and times[-1][0] <= high * 1.001
+
+
+# What is worth a look
+
+
+def traffic(n: int = 300, **columns: object) -> dict[str, object]:
+    """One request a second, answered after 100 ms, done after 2 s."""
+    at = np.arange(n) * S
+    return {
+        "arrival_ns": at,
+        "first_token_ns": at + 100 * MS,
+        "finish_ns": at + 2 * S,
+        "prompt_tokens": np.full(n, 500),
+        **columns,
+    }
+
+
+def state(n: int, waiting: object = 0, blocks: object = 10) -> dict[str, object]:
+    """A step a second."""
+    at = np.arange(n) * S
+    full = {"waiting": waiting, "kv_blocks_used": blocks, "running": 8}
+    return {
+        "start_ns": at,
+        "end_ns": at + S,
+        **{name: np.broadcast_to(value, n) for name, value in full.items()},
+    }
+
+
+def notable(run: Run) -> list[str]:
+    found = anomalies(run, summarize(run), StepClock(run))
+    return [f"{one.start_s:.0f}-{one.end_s:.0f} {one.what}: {one.together}" for one in found]
+
+
+def test_a_calm_run_has_nothing_worth_a_look() -> None:
+    assert notable(make_run(traffic(), state(300))) == []
+
+
+def test_a_full_cache_and_a_long_queue_are_named_with_their_time() -> None:
+    middle = (np.arange(300) >= 100) & (np.arange(300) < 150)
+    run = make_run(
+        traffic(), state(300, waiting=np.where(middle, 80, 0), blocks=np.where(middle, 95, 10))
+    )
+    cache, queue = notable(run)
+    assert cache.startswith("100-150 KV cache over 85% (up to 95 %)")
+    assert queue.startswith("100-150 more than 50 requests waiting (up to 80)")
+    assert "the KV cache was at least 90 % full during 100 % of the waiting" in queue
+
+
+def test_a_giant_prompt_is_named_beside_the_jump_it_came_with() -> None:
+    prompts, first = np.full(300, 500), np.arange(300) * S + 100 * MS
+    prompts[150] = 120_000
+    first[150:160] += 3 * S
+    run = make_run(
+        traffic(prompt_tokens=prompts, first_token_ns=first, finish_ns=first + 2 * S), state(300)
+    )
+    (jump,) = notable(run)
+    assert "TTFT p95 jumped" in jump
+    assert "request 150 brought a prompt of 120,000 tokens" in jump
+
+
+def test_the_tenant_behind_a_burst_is_named() -> None:
+    burst = np.sort(np.concatenate([np.arange(300) * S, 150 * S + np.arange(300) * 10 * MS]))
+    tenant = np.where((burst >= 150 * S) & (burst < 153 * S), 1, 0)
+    run = make_run(
+        {"arrival_ns": burst, "first_token_ns": burst + 100 * MS, "finish_ns": burst + 2 * S, "tenant": tenant},
+        state(300, waiting=np.where((np.arange(300) >= 150) & (np.arange(300) < 160), 200, 0)),
+        tenant_names=("calm", "bursty"),
+    )  # fmt: skip
+    (queue,) = notable(run)
+    assert "tenant bursty sent" in queue and "times the mean rate" in queue
+
+
+def test_a_poor_hit_rate_is_named_only_where_something_is_shared() -> None:
+    hits = {"prefix_cache_queries_tokens": 100, "prefix_cache_hits_tokens": 30}
+    assert (
+        "prefix cache hit rate 30.0 %" in notable(make_run(traffic(), state(300), counters=hits))[0]
+    )
+    assert not notable(
+        make_run(traffic(), state(300), counters={**hits, "prefix_cache_hits_tokens": 0})
+    )
+
+
+def test_the_heat_map_holds_every_finished_request() -> None:
+    run = random_run(300)
+    s = summarize(run)
+    (heat,) = (c.heat for c in charts(run, s, StepClock(run)) if c.id == "ttft-heat")
+    assert heat is not None and heat.sum() == s["completed"]
 
 
 # In a real browser
