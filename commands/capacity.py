@@ -28,6 +28,10 @@ GIB = 1 << 30
     help='Use this "Available KV cache memory" (GiB per rank) from a real log instead of the estimate.',
 )
 @click.option(
+    "--speculative-config",
+    help="vLLM's JSON, e.g. '{\"method\": \"mtp\"}': the draft's weights and KV layers are counted.",
+)
+@click.option(
     "--from-log",
     type=click.Path(path_type=Path),
     help="A real start-up log, or /metrics text: say which term disagrees.",
@@ -41,6 +45,7 @@ GIB = 1 << 30
 def capacity(
     engine_flags: dict[str, Any],
     available_gib: float | None,
+    speculative_config: str | None,
     from_log: Path | None,
     facts: Path | None,
     as_json: bool,
@@ -54,9 +59,13 @@ def capacity(
         _facts(facts, as_json)
         return
     if from_log is not None:
+        if speculative_config is not None:
+            engine_flags["speculative_config"] = _speculative(speculative_config)
         _beside_log(from_log, engine_flags, as_json)
         return
     flags = {k: v for k, v in engine_flags.items() if v is not None}
+    if speculative_config is not None:
+        flags["speculative_config"] = _speculative(speculative_config)
     if "model" not in flags or "gpu" not in flags:
         raise UserError(
             "vsim capacity needs --model and --gpu (or --from-log FILE, or --facts FILE)"
@@ -72,6 +81,16 @@ def capacity(
         click.echo(json.dumps(_as_json(run), indent=1))
     else:
         _show(run)
+
+
+def _speculative(text: str) -> dict[str, Any]:
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError):
+        raise UserError(f"--speculative-config={text}: not valid JSON") from None
+    if not isinstance(config, dict):
+        raise UserError(f"--speculative-config={text}: must be a JSON object, as vLLM takes it")
+    return config
 
 
 def _log_lines(run: Deployment) -> list[str]:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from vsim.errors import UserError
+from vsim.models.draft import Draft
 from vsim.models.hardware import Gpu
 from vsim.models.kv_spec import KVCacheLayout, LayerKV, kv_layout
 from vsim.models.memory import (
@@ -15,7 +16,7 @@ from vsim.models.memory import (
     cuda_graphs,
     non_torch,
 )
-from vsim.models.model_spec import ModelSpec
+from vsim.models.model_spec import LayerSpec, ModelSpec
 from vsim.models.quantization import DTYPE_BYTES, Quantization, kv_state_bytes, weight_bytes
 from vsim.models.releases import (
     group_size_ratio,
@@ -59,6 +60,7 @@ class CapacityInput:
     swap_space_bytes: int = 0
     fit_max_model_len: bool = False  # --max-model-len -1
     enable_chunked_prefill: bool = True
+    draft: Draft | None = None  # speculative decoding
     check_fit: bool = True  # refuse a max_model_len that the KV cache cannot hold
 
 
@@ -86,16 +88,30 @@ class Capacity:
 
 
 def layer_kv(want: CapacityInput) -> list[LayerKV]:
-    """The KV cache of each layer on one rank."""
-    model = want.model
-    state = kv_state_bytes(model, want.kv_cache_dtype, want.dtype)
-    heads = 1 if model.mla is not None else max(1, model.num_kv_heads // want.tensor_parallel_size)
-    page = want.block_size * heads * state
-    layers = [LayerKV(x.attention, want.block_size, page, x.window) for x in model.layers]
+    """The KV cache of each layer on one rank: the model's layers, then the draft's."""
+    layers = [_page(want, want.model, layer) for layer in want.model.layers]
+    if want.draft is not None:
+        layers += [_page(want, want.draft.model, layer) for layer in want.draft.layers]
     if want.engine == "v0":
         # V0 keeps every token of every layer.
         layers = [LayerKV("full", x.block_size, x.page_bytes) if x.window else x for x in layers]
     return layers
+
+
+def _page(want: CapacityInput, model: ModelSpec, layer: LayerSpec) -> LayerKV:
+    state = kv_state_bytes(model, want.kv_cache_dtype, want.dtype)
+    heads = 1 if model.mla is not None else max(1, model.num_kv_heads // want.tensor_parallel_size)
+    page = want.block_size * heads * state
+    return LayerKV(layer.attention, want.block_size, page, layer.window, (heads, state))
+
+
+def kv_stages(want: CapacityInput) -> list[range]:
+    """Layers of each pipeline stage as `layer_kv` counts them: the draft sits on the last stage."""
+    stages = stage_layers(want.model.num_layers, want.pipeline_parallel_size)
+    if want.draft is not None:
+        last = stages[-1]
+        stages[-1] = range(last.start, last.stop + len(want.draft.layers))
+    return stages
 
 
 def rank_weight_bytes(want: CapacityInput, stage: int) -> tuple[int, int]:
@@ -146,9 +162,20 @@ def _account(want: CapacityInput, stage: int) -> tuple[Term, ...]:
         graphs = Term(
             "CUDA graph estimate", 0, "formula", "V0 does not take graphs from the KV budget"
         )
+    draft = 0
+    if want.draft is not None and stage == pp - 1:
+        share = tp * want.data_parallel_size if want.enable_expert_parallel else 1
+        tensors = want.draft.tensors(tp, share if want.draft.model.moe else 1)
+        size = DTYPE_BYTES[want.dtype]
+        draft = weight_bytes(tensors, want.draft.model, want.quantization, size)
     return (
         Term("weights", weights, "formula", f"every tensor of the rank by its shape, {method}"),
         Term("RoPE tables", rope, "formula", "max positions x rotary dim, loaded with the weights"),
+        *(
+            [Term("draft weights", draft, "formula", f"speculative decoding: {want.draft.method}")]
+            if want.draft is not None
+            else []
+        ),
         activation,
         non_torch(want.gpu, tp, pp, want.engine, version),
         graphs,
@@ -195,7 +222,7 @@ def size_kv_cache(want: CapacityInput) -> Capacity:
     `get_kv_cache_configs`; 0.8.5 worker/worker.py `determine_num_available_blocks` for V0.
     """
     version = parse_version(want.engine_version)
-    stages = stage_layers(want.model.num_layers, want.pipeline_parallel_size)
+    stages = kv_stages(want)
     layout = kv_layout(
         layer_kv(want), stages, hybrid_allocator(want.engine, version), group_size_ratio(version)
     )

@@ -18,6 +18,8 @@ class LayerKV:
     block_size: int
     page_bytes: int
     window: int | None = None
+    # (KV heads, bytes per head and token): layers that differ in it share no group unless all are of one kind.
+    shape: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +122,10 @@ def kv_layout(
         need = tuple(sum(layers[i].page_bytes for i in stage) for stage in stages)
         return KVCacheLayout((group,), need)
     layers = _unify_pages(layers)
-    buckets: dict[tuple[str, int | None, int], list[int]] = {}
+    buckets: dict[tuple[str, int | None, int, tuple[int, int]], list[int]] = {}
     for index, layer in enumerate(layers):
-        buckets.setdefault((layer.kind, layer.window, layer.block_size), []).append(index)
+        key = (layer.kind, layer.window, layer.block_size, layer.shape)
+        buckets.setdefault(key, []).append(index)
     counts = [len(members) for members in buckets.values()]
     size = max(counts) if max(counts) < size_ratio * min(counts) else min(counts)
     groups: list[KVCacheGroup] = []

@@ -83,6 +83,7 @@ class ModelSpec:
     rope_tables: int = (
         1  # distinct cos/sin caches (Gemma 3 has one for local, one for global layers)
     )
+    num_draft_layers: int = 0  # MTP layers shipped with the checkpoint
     quantization: str | None = None
     quantization_config: Config = field(default_factory=dict)
     source: str = ""
@@ -329,6 +330,7 @@ def spec_from_config(config: Config, name: str, source: str = "", where: str = "
         mlp_bias=bool(config.get("mlp_bias", False)),
         qk_norm=family.startswith(("qwen3", "gemma3")),
         norms_per_layer=4 if gemma else 2,
+        num_draft_layers=min(_optional(config, "num_nextn_predict_layers", where) or 0, num_layers),
         rope_dim=mla.qk_rope_head_dim if mla else head_size,
         rope_tables=2 if family.startswith("gemma3") else 1,
         quantization=str(quantization["quant_method"])

@@ -38,7 +38,7 @@ def startup_lines(
     """
     version = parse_version(release)
     terms = {term.name: term.bytes for term in fit.terms}
-    loaded = terms.get("weights", 0) + terms.get("RoPE tables", 0)
+    loaded = sum(terms.get(name, 0) for name in ("weights", "RoPE tables", "draft weights"))
     profiled = "weights" in terms
     lines: list[str] = []
     if engine == "v0":

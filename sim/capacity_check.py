@@ -125,7 +125,7 @@ def check_against_log(run: Deployment, log: StartupLog) -> list[Check]:
             "requested memory", fit.requested_bytes / GIB, "requested_gib", 1, "total x utilization"
         )
     if "weights" in ours:
-        loaded = ours["weights"] + ours["RoPE tables"]
+        loaded = ours["weights"] + ours["RoPE tables"] + ours.get("draft weights", 0.0)
         gib(
             "weights", loaded, "weights_gib", -1, "by formula, RoPE tables included", ALLOCATION_GIB
         )
@@ -232,6 +232,7 @@ def capacity_input(run: Deployment, available_bytes: int | None = None) -> Capac
         dtype=run.dtype,
         kv_cache_dtype=run.kv_cache_dtype,
         quantization=run.quantization,
+        draft=run.draft,
         tensor_parallel_size=run.tensor_parallel_size,
         pipeline_parallel_size=run.pipeline_parallel_size,
         data_parallel_size=run.data_parallel_size,

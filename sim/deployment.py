@@ -8,6 +8,7 @@ from typing import Any, Literal
 from vsim.errors import UserError
 from vsim.models import releases
 from vsim.models.capacity import Capacity, CapacityInput, size_kv_cache
+from vsim.models.draft import Draft, draft_of
 from vsim.models.hardware import Gpu, find_gpu
 from vsim.models.memory import GIB
 from vsim.models.model_spec import ModelSpec, load_model
@@ -43,6 +44,7 @@ class Deployment:
     scheduler: SchedulerConfig
     capacity: Capacity
     quantization: Quantization | None
+    draft: Draft | None
     tensor_parallel_size: int
     pipeline_parallel_size: int
     data_parallel_size: int
@@ -117,6 +119,7 @@ def resolve(
     engine: str | None = None,
     engine_version: str | None = None,
     usage: str | None = None,
+    speculative_config: dict[str, Any] | None = None,
     available_kv_cache_bytes: int | None = None,
     what_if: bool = False,
 ) -> Deployment:
@@ -254,6 +257,12 @@ def resolve(
         preemption_mode=mode,
     )
     check_scheduler(config)
+    flags.take("speculative_config", speculative_config, None)
+    draft = draft_of(model, speculative_config) if speculative_config is not None else None
+    if draft is not None:
+        flags.assumptions.append(
+            f"speculative decoding ({draft.method}) is counted in memory only: draft weights and KV layers"
+        )
     batches = config.max_concurrent_batches if releases.counts_batches_in_flight(version) else 1
     in_flight = batches * tokens
     capacity = size_kv_cache(
@@ -282,6 +291,7 @@ def resolve(
             swap_space_bytes=round(swap * GIB),
             fit_max_model_len=fit_length,
             enable_chunked_prefill=chunked,
+            draft=draft,
             check_fit=not what_if,
         )
     )
@@ -312,6 +322,7 @@ def resolve(
         scheduler=config,
         capacity=capacity,
         quantization=weights,
+        draft=draft,
         tensor_parallel_size=tp,
         pipeline_parallel_size=pp,
         data_parallel_size=dp,

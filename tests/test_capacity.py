@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vsim.errors import UserError
 from vsim.models.capacity import Capacity
 from vsim.models.kv_spec import LayerKV, kv_layout
 from vsim.models.model_spec import load_model, spec_from_config
@@ -122,3 +123,36 @@ def test_pipeline_stages_hold_their_own_layers() -> None:
     )
     assert one.kv_bytes_per_token == 2 * two.kv_bytes_per_token == 81_920
     assert two.num_gpu_blocks == 2 * one.num_gpu_blocks
+
+
+def test_draft_layers_keep_kv_too() -> None:
+    """An MTP layer is one more layer of latent vectors: 62 instead of 61."""
+    plain = size("deepseek-ai/DeepSeek-V3", 40.0, tensor_parallel_size=8)
+    mtp = size(
+        "deepseek-ai/DeepSeek-V3",
+        40.0,
+        tensor_parallel_size=8,
+        speculative_config={"method": "mtp"},
+    )
+    assert mtp.bytes_per_block * 61 == plain.bytes_per_block * 62
+    ngram = size(
+        "deepseek-ai/DeepSeek-V3",
+        40.0,
+        tensor_parallel_size=8,
+        speculative_config={"method": "ngram"},
+    )
+    assert ngram.bytes_per_block == plain.bytes_per_block
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"method": "mtp"}, "has no MTP layers"),
+        ({"method": "magic"}, "unknown method 'magic'"),
+        ({"method": "eagle"}, "needs a model"),
+        ({"method": "eagle", "model": "no/such"}, "unknown model 'no/such'"),
+    ],
+)
+def test_a_draft_that_cannot_be_found(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        size("meta-llama/Llama-3.1-8B", 40.0, speculative_config=config)

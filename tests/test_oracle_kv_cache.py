@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from vsim.errors import UserError
-from vsim.models.capacity import CapacityInput, size_kv_cache
+from vsim.models.capacity import CapacityInput, kv_stages, size_kv_cache
+from vsim.models.draft import Draft, draft_of
 from vsim.models.hardware import find_gpu
 from vsim.models.model_spec import ModelSpec, bundled_models, load_model, spec_from_config
-from vsim.models.weights import stage_layers
 from vsim.tests.oracle.client import HERE, missing, python_of
 
 GIB = 1 << 30
@@ -57,6 +57,20 @@ def drawn(rng: random.Random) -> CapacityInput:
         engine_version="0.32.0",
         available_bytes=int(rng.choice([0.01, 0.3, 2, 20, 60]) * GIB * rng.uniform(0.5, 1.5)),
         num_gpu_blocks_override=rng.choice([None, None, None, rng.randrange(2, 3000)]),
+        draft=draft(rng, model),
+    )
+
+
+def draft(rng: random.Random, model: ModelSpec) -> Draft | None:
+    """Now and then a draft: the model's own MTP layers, or a small model of the same kind of attention."""
+    if rng.random() < 0.7:
+        return None
+    if model.num_draft_layers:
+        return draft_of(model, {"method": "mtp"})
+    if model.mla is not None:
+        return None
+    return draft_of(
+        model, {"method": "eagle", "model": rng.choice(["tiny", "Llama-3.2-1B", "Qwen/Qwen3-0.6B"])}
     )
 
 
@@ -84,24 +98,29 @@ def made_up(rng: random.Random) -> ModelSpec:
 
 def as_case(want: CapacityInput, batches: int) -> dict[str, Any]:
     """The same sizing as vLLM's workers would report it."""
-    model, tp = want.model, want.tensor_parallel_size
-    if model.mla is not None:
-        heads, size = 1, model.mla.kv_lora_rank + model.mla.qk_rope_head_dim
-    else:
-        heads, size = max(1, model.num_kv_heads // tp), model.head_size
+    tp = want.tensor_parallel_size
+    owners = [(want.model, layer) for layer in want.model.layers]
+    if want.draft is not None:
+        owners += [(want.draft.model, layer) for layer in want.draft.layers]
     workers = []
-    for stage in stage_layers(model.num_layers, want.pipeline_parallel_size):
-        layers = [
-            {
-                "name": f"model.layers.{i}.self_attn.attn",
-                "kind": model.layers[i].attention,
-                "heads": heads,
-                "head_size": size,
-                "window": model.layers[i].window,
-                "kv_dtype": want.kv_cache_dtype,
-            }
-            for i in stage
-        ]
+    for stage in kv_stages(want):
+        layers = []
+        for i in stage:
+            model, layer = owners[i]
+            if model.mla is not None:
+                heads, size = 1, model.mla.kv_lora_rank + model.mla.qk_rope_head_dim
+            else:
+                heads, size = max(1, model.num_kv_heads // tp), model.head_size
+            layers.append(
+                {
+                    "name": f"model.layers.{i}.self_attn.attn",
+                    "kind": layer.attention,
+                    "heads": heads,
+                    "head_size": size,
+                    "window": layer.window,
+                    "kv_dtype": want.kv_cache_dtype,
+                }
+            )
         workers += [{"layers": layers, "available": want.available_bytes}] * min(tp, 2)
     return {
         "workers": workers,
