@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "trace": ("trace", "trace", "Inspect, convert and generate request traces."),
     "validate": ("validate", "validate", "Predict a real vLLM run and print the error."),
     "calibrate": ("calibrate", "calibrate", "Time real vLLM on this device and fit a step model."),
+    "profiles": ("profiles", "profiles", "Look into calibration artifacts: origin and error."),
     "spotcheck": ("spotcheck", "spotcheck", "Check a prediction against the real engine, here."),
     "compare": ("compare", "compare", "Runs side by side; an exit code for CI gates."),
     "export": ("export", "export", "A run for Prometheus, Perfetto, a pull request, bench tools."),
