@@ -148,6 +148,8 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
         rf"reserved for KV Cache is {_NUMBER} ?GiB",
         rf"Current kv cache memory in use is {_NUMBER} GiB",
         rf"kv_cache_size={_NUMBER} ?GiB",
+        rf"(?:Explicitly|Auto) set \({_NUMBER}/[\d.]+\) GiB for KV cache",
+        rf"reserved {_NUMBER} GiB memory for KV Cache",
     ),
     "swap_space_bytes": (rf'swap_space_bytes="{_NUMBER}"',),
     "needed_gib": (rf"\({_NUMBER} GiB KV cache is needed",),
