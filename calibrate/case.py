@@ -95,6 +95,7 @@ class Case:
             enforce_eager=bool(self.engine.get("enforce_eager") or False),
             data_parallel_size=self.ranks,
             enable_expert_parallel=self.expert_parallel,
+            block_size=self.scheduler.block_size,
         )
 
     def step_model(self, profile: str | None) -> LoadedStepModel:
