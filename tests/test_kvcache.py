@@ -229,7 +229,8 @@ def cases(draw: st.DrawFn) -> Case:
     batched = draw(st.integers(4, 40))
     config: dict[str, Any] = {
         "block_size": block_size,
-        "num_gpu_blocks": draw(st.integers(8, 40)) // block_size + 6,
+        # One request of at most 47 tokens always fits: else vLLM itself would stall, or loop for ever.
+        "num_gpu_blocks": -(-draw(st.integers(47, 80)) // block_size) + 1,
         "max_num_seqs": draw(st.integers(1, 4)),
         "max_num_batched_tokens": batched,
         "max_model_len": draw(st.sampled_from([24, 64])),
@@ -249,6 +250,10 @@ def cases(draw: st.DrawFn) -> Case:
         ]
         config["num_gpu_blocks"] *= 2
     if kind == "offload":
+        # With several batches in flight the recorder's clock, which this one equals, gives up while a load
+        # that has ended is still to be reported; vLLM's engine goes on.
+        config["async_scheduling"] = False
+        config["pipeline_parallel_size"] = 1
         time = {"base": 0.01, "per_block": 0.001}
         config["idle_sleep"] = 0.001
         config["kv_offload"] = {"cpu_blocks": draw(st.integers(1, 20)), "load": time, "store": time}
@@ -320,10 +325,7 @@ def test_no_block_and_no_request_is_lost(case: Case) -> None:
         assert now <= record["t_sched"] <= record["t_start"] <= record["t_end"]
         now = record["t_sched"]
     admitted = [r for r in case.requests if r.id not in summary["rejected"]]
-    if summary["stalled"]:
-        # Only what outgrew the pool may stand in the way.
-        assert summary["unfinished"]
-        return
+    assert not summary["stalled"]
     for request in admitted:
         room = case.config.max_model_len - request.prompt_tokens
         assert emitted[request.index] == min(request.output_tokens, room)
