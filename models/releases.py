@@ -71,6 +71,11 @@ def b200_server_tokens(version: Version) -> bool:
     return _since(version, (0, 28))
 
 
+def spares_a100(version: Version) -> bool:
+    """The A100 gets the small GPUs' batch defaults (in 0.9.2, not in 0.8.5; vllm#17885)."""
+    return _since(version, (0, 9))
+
+
 def reserves_full_prompt(version: Version) -> bool:
     """`scheduler_reserve_full_isl` exists and is on (in 0.19.0, not in 0.17.0)."""
     return _since(version, (0, 18))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from vsim.models.hardware import Gpu
 from vsim.models.memory import GIB
-from vsim.models.releases import Version, b200_server_tokens
+from vsim.models.releases import Version, b200_server_tokens, spares_a100
+
+V0_BLOCK_SIZES = (1, 8, 16, 32, 64, 128)  # 0.8.5 config.py, `BlockSize`
 
 
 def batch_defaults(
@@ -21,7 +23,8 @@ def batch_defaults(
         return tokens * world_size, seqs * world_size, "the CPU backend"
     if gpu.memory_bytes >= 160 * GIB and b200_server_tokens(version):
         return 16384, 1024, f"{gpu.name} (160 GiB or more)"
-    if gpu.memory_bytes >= 70 * GIB and "a100" not in gpu.device_name.lower():
+    spared = "a100" in gpu.device_name.lower() and spares_a100(version)
+    if gpu.memory_bytes >= 70 * GIB and not spared:
         return (16384 if offline else 8192), 1024, f"{gpu.name} (70 GiB or more, not an A100)"
     kind = "an A100" if "a100" in gpu.device_name.lower() else "less than 70 GiB"
     return (8192 if offline else 2048), 256, f"{gpu.name} ({kind})"
@@ -53,17 +56,11 @@ def block_size(
 
 def block_size_refusal(gpu: Gpu, engine: str, size: int) -> str | None:
     """Why the engine would refuse `--block-size size` on this device; None if it would not."""
-    if gpu.platform == "cpu":
-        return None
     if engine == "v0":
-        if size not in (1, 8, 16, 32, 64, 128):
-            return "vLLM 0.8.5 accepts 1, 8, 16, 32, 64 and 128"
-        if gpu.platform == "cuda" and size > 32:
-            return "CUDA Paged Attention kernel only supports block sizes up to 32"
-        return None
-    if size % 16:
+        return None if size in V0_BLOCK_SIZES else "vLLM 0.8.5 accepts 1, 8, 16, 32, 64 and 128"
+    if gpu.platform == "cuda" and size % 16:
         return (
-            f"No valid attention backend found for {gpu.platform}: block_size not supported "
+            "No valid attention backend found for cuda: block_size not supported "
             "(FlashAttention, FlashInfer and Triton take multiples of 16)"
         )
     return None

@@ -181,11 +181,24 @@ def resolve(
             f"block_size={block} is taken although vLLM would refuse it: {refusal}"
         )
 
+    if engine == "v0" and gpu.platform == "cuda" and block > 32:
+        flags.assumptions.append(
+            f"block_size={block}: vLLM 0.8.5's help names 32 as the most on CUDA; its FlashAttention kernels take "
+            "any multiple of 16"
+        )
     if engine == "v1":
         chunked = flags.take("enable_chunked_prefill", enable_chunked_prefill, True)
         caching = flags.take("enable_prefix_caching", enable_prefix_caching, True)
     else:
-        long = gpu.platform == "cuda" and length > 32768 and model.mla is None
+        # 0.8.5 engine/arg_utils.py, `_set_default_args_v0`.
+        windowed = any(layer.window for layer in model.layers)
+        long = (
+            gpu.platform == "cuda"
+            and length > 32768
+            and model.mla is None
+            and not windowed
+            and speculative_config is None
+        )
         chunked = flags.take(
             "enable_chunked_prefill",
             enable_chunked_prefill,

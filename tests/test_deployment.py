@@ -152,7 +152,7 @@ def test_bfloat16_falls_back_on_old_gpus_but_is_refused_if_asked_for() -> None:
         ({"preemption_mode": "swap"}, "--swap-space and --preemption-mode are gone"),
         ({"num_gpu_blocks_override": 10}, "To serve at least one request"),
         ({"engine": "v0", "num_gpu_blocks_override": 10}, r"The model's max seq len \(8192\) is larger"),
-        ({"engine": "v0", "block_size": 64}, "block sizes up to 32"),
+        ({"engine": "v0", "block_size": 48}, "accepts 1, 8, 16, 32, 64 and 128"),
         ({"engine_version": "latest"}, "engine_version='latest'"),
     ],
 )  # fmt: skip
@@ -181,6 +181,13 @@ def test_what_if_lets_an_unsupported_block_size_through_and_says_so() -> None:
     run = llama(block_size=8, what_if=True)
     assert run.scheduler.block_size == 8
     assert any("block_size=8" in sentence for sentence in run.assumptions)
+
+
+def test_v0_takes_the_block_sizes_of_its_parser() -> None:
+    for block in (8, 16, 32, 64, 128):
+        run = llama(engine="v0", block_size=block)
+        assert run.scheduler.block_size == block
+        assert any("32 as the most" in sentence for sentence in run.assumptions) == (block > 32)
 
 
 def test_hybrid_models_get_their_groups() -> None:
