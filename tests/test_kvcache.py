@@ -253,6 +253,8 @@ def cases(draw: st.DrawFn) -> Case:
         # With several batches in flight the recorder's clock, which this one equals, gives up while a load
         # that has ended is still to be reported; vLLM's engine goes on.
         config["async_scheduling"] = False
+        # A prompt of one token that is one block: vLLM loads it for ever, since its last token is dropped again.
+        config["block_size"] = max(2, block_size)
         config["pipeline_parallel_size"] = 1
         time = {"base": 0.01, "per_block": 0.001}
         config["idle_sleep"] = 0.001
@@ -300,7 +302,7 @@ def check_blocks(scheduler: SchedulerV1) -> None:
         assert scheduler.num_kv_tokens == sum(filled.values())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(cases())
 def test_no_block_and_no_request_is_lost(case: Case) -> None:
     scheduler = SchedulerV1(case.config)
