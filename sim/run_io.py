@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from vsim.sim.run import (
     OPTIONAL_REQUEST_COLUMNS,
     OPTIONAL_STEP_COLUMNS,
     REQUEST_COLUMNS,
+    STATUS_NAMES,
     STEP_COLUMNS,
     Column,
     Run,
@@ -49,12 +52,15 @@ def write_run(
     """
     target = Path(folder)
     check_target(target, overwrite)
-    # Beside the target, so that the last step is a rename within one file system.
-    temporary = target.with_name(f".{target.name}.vsim-{os.getpid()}")
     try:
-        target.absolute().parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
+        parent = target.absolute().parent
+        parent.mkdir(parents=True, exist_ok=True)
+        # Beside the target, so that the last step is a rename within one file system.
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.vsim-", dir=parent))
+    except OSError as error:
+        raise UserError(f"cannot write {target}: {error.strerror or error}") from error
+    try:
+        temporary.chmod(0o777 & ~_umask())
         _write_files(run, temporary, summary, report)
         _move_into_place(temporary, target)
     except OSError as error:
@@ -103,28 +109,44 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
     requests = _read_columns(base / REQUESTS, REQUEST_COLUMNS, OPTIONAL_REQUEST_COLUMNS)
     steps = _read_columns(base / TIMELINE, STEP_COLUMNS, OPTIONAL_STEP_COLUMNS)
     itl = _read_columns(base / ITL, {"itl_ns": "int64", "count": "int64"})
-    try:
-        if head["origin"] not in ("simulated", "measured"):
-            raise UserError(f"{base / RUN_JSON}: origin {head['origin']!r} is not known")
-        return Run(
-            origin=head["origin"],
-            requests=requests,
-            steps=steps,
-            itl_ns=itl["itl_ns"],
-            itl_count=itl["count"],
-            block_size=int(head["block_size"]),
-            num_gpu_blocks=int(head["num_gpu_blocks"]),
-            reasons=tuple(head["reasons"]),
-            tenant_names=tuple(head["tenant_names"]),
-            config=dict(head["config"]),
-            provenance=dict(head["provenance"]),
-            assumptions=tuple(head["assumptions"]),
-            counters=dict(head["counters"]),
-            end_ns=int(head["end_ns"]),
-            ended_early=head["ended_early"],
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{base / RUN_JSON}: not a complete {SCHEMA} file ({error})") from error
+    _check_columns(base / REQUESTS, requests)
+    _check_columns(base / TIMELINE, steps)
+    if len(itl["count"]) and (itl["count"].min() < 0 or (np.diff(itl["itl_ns"]) <= 0).any()):
+        raise UserError(f"{base / ITL}: not distinct ascending gaps with their counts")
+
+    def field(name: str, kind: type, each: type | None = None) -> Any:
+        value = head.get(name)
+        inner = list(value.values()) if isinstance(value, dict) else (value or ())
+        # bool is an int to Python, but not a count to us.
+        fits = isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+        if not fits or (each is not None and not all(type(item) is each for item in inner)):
+            raise UserError(f"{base / RUN_JSON}: {name} is missing or of the wrong type")
+        return value
+
+    if head.get("origin") not in ("simulated", "measured"):
+        raise UserError(f"{base / RUN_JSON}: origin {head.get('origin')!r} is not known")
+    if head.get("ended_early") is not None:
+        field("ended_early", str)
+    for name in ("block_size", "num_gpu_blocks", "end_ns"):
+        if not 0 <= field(name, int) < 1 << 62:
+            raise UserError(f"{base / RUN_JSON}: {name}={head[name]} is out of range")
+    return Run(
+        origin=head["origin"],
+        requests=requests,
+        steps=steps,
+        itl_ns=itl["itl_ns"],
+        itl_count=itl["count"],
+        block_size=head["block_size"],
+        num_gpu_blocks=head["num_gpu_blocks"],
+        reasons=tuple(field("reasons", list, str)),
+        tenant_names=tuple(field("tenant_names", list, str)),
+        config=field("config", dict),
+        provenance=field("provenance", dict),
+        assumptions=tuple(field("assumptions", list, str)),
+        counters=field("counters", dict, int),
+        end_ns=head["end_ns"],
+        ended_early=head["ended_early"] if head.get("ended_early") is not None else None,
+    )
 
 
 def read_summary(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -180,19 +202,40 @@ def _write_files(run: Run, folder: Path, summary: Mapping[str, Any], report: boo
 
 
 def _move_into_place(temporary: Path, target: Path) -> None:
-    """Rename, keeping an earlier run aside until the new one stands."""
-    if target.exists() and any(target.iterdir()):
-        aside = target.with_name(f".{target.name}.vsim-{os.getpid()}.old")
-        shutil.rmtree(aside, ignore_errors=True)
-        target.rename(aside)
-        try:
-            temporary.rename(target)
-        except OSError:
-            aside.rename(target)
-            raise
-        shutil.rmtree(aside, ignore_errors=True)
-    else:
+    """`target` becomes the new folder in one step; what it held before is left in `temporary`'s place."""
+    if not target.exists():
         temporary.rename(target)
+        return
+    if _exchange(temporary, target):
+        return
+    # No atomic exchange on this system: keep the earlier run aside until the new one stands.
+    aside = temporary.with_name(temporary.name + ".old")
+    target.rename(aside)
+    try:
+        temporary.rename(target)
+    except OSError:
+        if not target.exists():
+            aside.rename(target)
+        raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Linux's renameat2(RENAME_EXCHANGE): a kill at any moment leaves a whole run. False: not to be had."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError, TypeError):
+        return False
+    at_cwd, exchange = -100, 2
+    done = renameat2(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other.absolute()), exchange)
+    return bool(done == 0)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _write_columns(path: Path, columns: Mapping[str, Column]) -> None:
@@ -234,6 +277,22 @@ def _read_columns(
             raise UserError(f"{path}: column {name} holds {values.dtype}, expected {wanted}")
         columns[name] = np.ascontiguousarray(values, dtype=wanted)
     return columns
+
+
+def _check_columns(path: Path, columns: Mapping[str, Column]) -> None:
+    """Raises UserError for values no run has: they would come out as nonsense far from here."""
+    for name, column in columns.items():
+        if column.dtype.kind not in "iu" or not len(column):
+            continue
+        low, high = int(column.min()), int(column.max())
+        # Sums over a run must stay within int64.
+        lowest, highest = -1, 1 << (60 if name.endswith("_ns") else 40)
+        if name == "status":
+            lowest, highest = 0, len(STATUS_NAMES) - 1
+        elif name == "priority":
+            lowest = -(1 << 62)
+        if low < lowest or high > highest:
+            raise UserError(f"{path}: column {name} holds {low if low < lowest else high}")
 
 
 def _read_head(base: Path) -> dict[str, Any]:

@@ -77,6 +77,15 @@ def test_peak_concurrency_counts_every_second_a_request_touches() -> None:
     assert metrics.max_concurrent_requests(run) == 2
 
 
+def test_peaks_of_a_run_of_decades_need_no_memory_for_its_empty_seconds() -> None:
+    far = 10**18
+    run = make_run(
+        {"arrival_ns": [0, far], "first_token_ns": [1, far + 1], "finish_ns": [2, far + 2]}
+    )
+    assert metrics.max_concurrent_requests(run) == 1
+    assert metrics.max_output_tokens_per_s(run) == 1
+
+
 def test_peak_tokens_are_counted_in_whole_seconds() -> None:
     steps = {
         "start_ns": [0, 900 * MS, 1100 * MS],

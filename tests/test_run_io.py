@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from vsim.errors import UserError
 from vsim.sim import run_io
+from vsim.sim.export_markdown import render_markdown
+from vsim.sim.export_openmetrics import render_openmetrics
+from vsim.sim.export_perfetto import render_perfetto
+from vsim.sim.report import render_report
 from vsim.sim.run import Run
 from vsim.sim.run_io import check_target, read_run, write_run
-from vsim.sim.summary import summarize
+from vsim.sim.summary import summarize, summary_json
+from vsim.sim.table import render_table
 from vsim.tests.make_run import make_run, random_run
 
 
@@ -127,6 +140,101 @@ def test_damage_is_one_sentence(tmp_path: Path) -> None:
             # A folder without its run.json is no longer recognised as ours, and so not replaced.
             for path in folder.iterdir():
                 path.unlink()
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+@given(field=st.sampled_from(list(Run.__dataclass_fields__)), value=JSON_VALUES)
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_any_value_in_run_json_gives_a_report_or_one_sentence(
+    tmp_path: Path, field: str, value: object
+) -> None:
+    folder = tmp_path / "run"
+    if not folder.exists():
+        save(random_run(20, 20), folder, report=False)
+        (tmp_path / "good.json").write_bytes((folder / "run.json").read_bytes())
+    head = json.loads((tmp_path / "good.json").read_text())
+    head[field] = value
+    (folder / "run.json").write_text(json.dumps(head))
+    reads_or_refuses(folder)
+
+
+def reads_or_refuses(folder: Path) -> None:
+    """Everything made from a stored run either works or says what is wrong."""
+    try:
+        run = read_run(folder)
+    except UserError:
+        return
+    s = summarize(run)
+    assert render_table(s) and render_report(run, s) and render_markdown(run, s)
+    assert "".join(render_openmetrics(run, max(1.0, s["duration"] / 10)))
+    assert "".join(render_perfetto(run))
+    summary_json(s)
+
+
+@given(
+    table=st.sampled_from(["requests", "timeline"]),
+    column=st.integers(0, 20),
+    value=st.integers(-(1 << 62), 1 << 62) | st.integers(-3, 5),
+    row=st.integers(0, 9),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_value_in_a_column_gives_a_report_or_one_sentence(
+    table: str, column: int, value: int, row: int
+) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        run = random_run(10, 10)
+        columns = run.requests if table == "requests" else run.steps
+        target = columns[sorted(columns)[column % len(columns)]]
+        limit = np.iinfo(target.dtype)
+        target[row] = min(max(value, limit.min), limit.max)
+        folder = Path(scratch) / "run"
+        folder.mkdir()
+        run_io._write_files(run, folder, {}, report=False)
+        reads_or_refuses(folder)
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_run(tmp_path: Path) -> None:
+    """A child replaces the run over and over and is killed, unasked, five times."""
+    folder = save(random_run(1, 1), tmp_path / "run")
+    child = (
+        "import sys; from vsim.tests.make_run import random_run\n"
+        "from vsim.sim.run_io import write_run; from vsim.sim.summary import summarize\n"
+        "runs = [random_run(n, 300) for n in (20, 30)]\n"
+        "summaries = [summarize(run) for run in runs]\n"
+        "print('ready', flush=True)\n"
+        "while True:\n"
+        "    for run, summary in zip(runs, summaries): write_run(run, sys.argv[1], summary, report=False)\n"
+    )
+    rng = random.Random(1)
+    for _ in range(5):
+        with subprocess.Popen(
+            [sys.executable, "-c", child, str(folder)], stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            time.sleep(rng.uniform(0, 0.2))
+            process.kill()
+        assert read_run(folder).num_requests in (1, 20, 30)
+
+
+def test_two_writers_of_one_folder_leave_one_whole_run(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with ThreadPoolExecutor(4) as pool:
+        for done in [
+            pool.submit(save, random_run(n, 50), folder, report=False) for n in range(5, 25)
+        ]:
+            done.result()
+    assert read_run(folder).num_requests in range(5, 25)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_infinity_is_written_as_a_word(tmp_path: Path) -> None:
