@@ -10,7 +10,7 @@ from typing import Any
 import simpy
 
 from vsim.errors import UserError
-from vsim.models.step import StepModel
+from vsim.models.step import StepModel, StepShape
 from vsim.sim.config import SchedulerConfig
 from vsim.sim.recorder import Recorder
 from vsim.sim.run import Run
@@ -127,8 +127,9 @@ class Replica:
                 continue
             if scheduler.has_requests():
                 step = scheduler.schedule()
-                launched = Launched(step, self._note(step))
-                host, device = self._durations(step)
+                shape = step.shape
+                launched = Launched(step, self._note(step, shape))
+                host, device = self._durations(step, shape)
                 if depth > 1 and host:
                     # The CPU is busy meanwhile; what is in flight goes on.
                     yield env.timeout(host)
@@ -187,13 +188,12 @@ class Replica:
         if self._inbox and self._inbox[0][0] > self.env.now:
             yield self.env.timeout(self._inbox[0][0] - self.env.now)
 
-    def _durations(self, step: Step) -> tuple[int, int]:
+    def _durations(self, step: Step, shape: StepShape) -> tuple[int, int]:
         """(host, device) ns of a step; a step without requests takes none, unless it moves KV."""
         moved = sum(step.swapped_in.values()) + sum(step.swapped_out.values())
         swap = self._host_link.ns(moved) if moved and self._host_link is not None else 0
         if not step.requests:
             return 0, swap
-        shape = step.shape
         host = round(self.step_model.host_seconds(shape) * NS)
         device = round(self.step_model.device_seconds(shape) * NS)
         # Time moves: a model that answers 0 must not stop the clock.
@@ -217,13 +217,13 @@ class Replica:
                 stages[stage] = end
         launched.start, launched.end = start, end
 
-    def _note(self, step: Step) -> dict[str, int]:
+    def _note(self, step: Step, shape: StepShape) -> dict[str, int]:
         """Record what `schedule()` decided, and the state right after it."""
         self.recorder.scheduled(step, int(self.env.now))
         for index in step.ignored:
             self.recorder.rejected(index, "can never fit the KV cache", int(self.env.now))
             self._ended(index)
-        scheduler, shape = self.scheduler, step.shape
+        scheduler = self.scheduler
         return {
             "tokens": shape.num_tokens,
             "prefill_tokens": shape.prefill_tokens,
