@@ -205,6 +205,16 @@ def build_scheduler(cfg):
         Every override calls the real method with the arguments it got: no decision changes.
         """
 
+        # vLLM keeps these ids in a plain set and, with CPU offload, offers their blocks for storing in the
+        # set's order: the hash seed's choice when several requests finish in one step. Here: as they finished.
+        @property
+        def finished_req_ids(self):
+            return self._finished_in_order
+
+        @finished_req_ids.setter
+        def finished_req_ids(self, ids):
+            self._finished_in_order = InOrder(ids)
+
         preempt_log: list[str]
         events: Counter[str]
         scheduled_now: set[str]
@@ -238,6 +248,27 @@ def build_scheduler(cfg):
         init_none_hash(fn)
         hasher = get_request_block_hasher(hash_bs, fn)
     return sched, hasher, vc.max_concurrent_batches
+
+
+class InOrder(set):
+    """A set that is iterated in the order its members came."""
+
+    def __init__(self, members=()):
+        super().__init__(members)
+        self._order = dict.fromkeys(members)
+
+    def add(self, member):
+        super().add(member)
+        self._order[member] = None
+
+    def __iter__(self):
+        return iter(self._order)
+
+    def __getattribute__(self, name):
+        # Any other change would leave the order behind: fail loudly instead of recording nonsense.
+        if name in ("remove", "discard", "pop", "clear", "update", "difference_update"):
+            raise NotImplementedError(name)
+        return super().__getattribute__(name)
 
 
 def _watch_blocks(sched):
