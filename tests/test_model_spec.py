@@ -159,3 +159,17 @@ def test_pipeline_stages_give_the_remainder_to_the_middle() -> None:
     assert [len(r) for r in stage_layers(61, 4)] == [15, 15, 16, 15]
     assert [len(r) for r in stage_layers(32, 3)] == [11, 11, 10]
     assert sum(len(r) for r in stage_layers(94, 8)) == 94
+
+
+def test_what_a_family_s_config_leaves_out_is_filled_in_as_transformers_does() -> None:
+    """google/gemma-3-4b-it's config.json names no heads and no vocabulary: its class does."""
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    }
+    model = spec_from_config({"model_type": "gemma3", "text_config": text}, "gemma-3-4b-it")
+    assert model.num_parameters == load_model("google/gemma-3-4b-it").num_parameters
+    assert (model.num_kv_heads, model.head_size, model.max_model_len) == (4, 256, 131072)
