@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from vsim.errors import UserError
 from vsim.sim.config import SchedulerConfig
 from vsim.sim.cpu_cache import ChunkKey, CpuCache
-from vsim.sim.kvcache import Group, KVCache
+from vsim.sim.kv_groups import Group
+from vsim.sim.kvcache import KVCache
 from vsim.sim.request import FINISHED, Request
 from vsim.sim.step import Transfers
 
@@ -24,6 +25,7 @@ class _Tracked:
     request: Request
     blocks: list[list[int]]  # by group; kept when the request has finished
     stored_chunks: list[int]  # by group: leading chunks that need not be looked at again
+    keys: list[list[ChunkKey]]  # by group: of the chunks that were asked for so far
     jobs: set[int] = field(default_factory=set)  # one load, or any number of stores
     local_tokens: int = 0
     seen: dict[ChunkKey, None] = field(default_factory=dict)
@@ -67,8 +69,13 @@ class OffloadTier:
     # --- while scheduling ------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        groups = self._cache.groups
-        self._tracked[request.index] = _Tracked(request, [[] for _ in groups], [0] * len(groups))
+        count = len(self._cache.groups)
+        self._tracked[request.index] = _Tracked(
+            request,
+            blocks=[[] for _ in range(count)],
+            stored_chunks=[0] * count,
+            keys=[[] for _ in range(count)],
+        )
 
     def lookup(self, request: Request, local_tokens: int) -> int | None:
         """Tokens that can be loaded beyond `local_tokens`; None: ask again in a later step."""
@@ -323,12 +330,16 @@ class OffloadTier:
 
     def _chunk_keys(self, group: Group, request: Request) -> list[ChunkKey]:
         """Keys of all whole chunks of a request's known tokens."""
-        assert request.keys is not None
         chunk = group.block_size * self._blocks_per_chunk
-        unit = chunk // self._cache.key_block_size
+        known = self._tracked[request.index].keys[group.index]
         count = request.num_tokens // chunk
-        keys = request.keys.upto(count * chunk)
-        return [(group.index, key) for key in keys[unit - 1 : count * unit : unit]]
+        if count > len(known):
+            assert request.keys is not None
+            unit = chunk // self._cache.key_block_size
+            keys = request.keys.upto(count * chunk)
+            first = (len(known) + 1) * unit - 1
+            known.extend((group.index, key) for key in keys[first : count * unit : unit])
+        return known
 
     def _storable_chunks(self, group: Group, tracked: _Tracked, num_tokens: int) -> int:
         """Whole chunks within `num_tokens` that have blocks."""
