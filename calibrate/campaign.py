@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,8 @@ from vsim.calibrate.design import Limits
 from vsim.calibrate.fit_samples import fit_samples
 from vsim.calibrate.measure import (
     KERNEL_REPEATS,
+    SERVING_SHARE,
+    TRAINING_SHARE,
     Progress,
     Session,
     busy_warning,
@@ -20,7 +23,6 @@ from vsim.calibrate.measure import (
     session_about,
     write_model,
 )
-from vsim.calibrate.measure import SERVING_SHARE as SERVING
 from vsim.calibrate.samples import Journal, Samples, check_same_device, compact, read_samples
 from vsim.calibrate.worker import Worker, find_vllm_python, worker_environment
 from vsim.errors import UserError
@@ -28,7 +30,7 @@ from vsim.models.artifact import Calibration, write_calibration
 from vsim.models.hardware import Gpu, find_gpu
 from vsim.models.model_spec import ModelSpec, bundled_models, load_model, read_config
 
-ENOUGH_HELD_OUT = 200  # steps of a serving run that need not be measured again
+ENOUGH_SERVED = 200  # steps of a serving run after which it need not be measured again
 # A slow start must not leave a session without a grid, nor start one that can't get to it.
 LEAST_GRID_S = 15.0
 
@@ -241,11 +243,6 @@ def _session(
                 single_thread=on_cpu and plan.threads == 1 and plan.tensor_parallel_size == 1,
                 progress=progress,
             )
-            held_out = sum(
-                r.phase == "serve" and r.block_size == limits.block_size for r in earlier.rows
-            )
-            left = until - time.monotonic()
-            serving = 0.0 if held_out >= ENOUGH_HELD_OUT else SERVING * left
             if model_in_process(plan) and not any(
                 "kernels" in s for s in earlier.sessions.values()
             ):
@@ -255,14 +252,20 @@ def _session(
                 journal.session(name, about)
                 earlier.sessions[name] = about
             session.rows += [r for r in earlier.rows if r.block_size == limits.block_size]
+            left = until - time.monotonic()
+            served = Counter(r.phase for r in earlier.rows if r.block_size == limits.block_size)
+            shares = [
+                (phase, share * left)
+                for phase, share in (("train", TRAINING_SHARE), ("serve", SERVING_SHARE))
+                if served[phase] < ENOUGH_SERVED
+            ]
+            stop = until - sum(seconds for _, seconds in shares)
             session.grid(
-                earlier.repeats_done(),
-                until - serving,
-                plan.repeats,
-                lambda line: say(line, progress),
+                earlier.repeats_done(), stop, plan.repeats, lambda line: say(line, progress)
             )
-            if serving and time.monotonic() < until:
-                session.serving(until, lambda line: say(line, progress))
+            for phase, seconds in shares:
+                stop += seconds
+                session.serving(phase, stop, lambda line: say(line, progress))
     return start_s
 
 

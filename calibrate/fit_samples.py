@@ -31,7 +31,7 @@ QUANTILES = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
 
 
 def fit_samples(samples: Samples, provenance: dict[str, Any]) -> Calibration:
-    """Fit the designed grid's steps, score on the held-out serving run's.
+    """Fit the steps of the designed grid and of one serving run, score on those of another, held out.
 
     Non-negative least squares on relative errors, re-weighted so that outliers lose their say (Huber).
     `provenance` is kept as given and completed with the samples' hash. Raises UserError for too few samples.
@@ -68,8 +68,8 @@ def fit_samples(samples: Samples, provenance: dict[str, Any]) -> Calibration:
 
 
 def _rows_to_fit(samples: Samples) -> tuple[list[StepSample], list[str]]:
-    """The grid's steps that can be believed, and sentences about how they were chosen."""
-    everything = [row for row in samples.rows if row.phase == "grid" and not row.warmup]
+    """The steps that can be believed, and sentences about how they were chosen."""
+    everything = [row for row in samples.rows if row.phase in ("grid", "train") and not row.warmup]
     share = sum(row.disturbed for row in everything) / max(1, len(everything))
     if share <= BUSY_SHARE:
         rows, notes = [row for row in everything if not row.disturbed], []
@@ -94,6 +94,8 @@ def _fastest_repeats(rows: Sequence[StepSample]) -> list[StepSample]:
     each: they count as one composition."""
     groups: dict[tuple[str, int, int, int, int], list[StepSample]] = defaultdict(list)
     for row in rows:
+        if row.phase != "grid":
+            continue  # a serving run has no repeats
         key = (row.point, row.block_size, row.num_decodes, row.prefill_tokens, len(row.prefill_new))
         groups[key].append(row)
     # The fastest of two says little: both may have been hit.

@@ -29,7 +29,11 @@ from vsim.calibrate.worker import Worker
 DISTURBED_SHARE = 0.05
 DISTURBED_S = 100e-6
 KERNEL_REPEATS = 8
-SERVING_SHARE = 0.25  # of a block size's time, for the held-out serving run
+# Of a block size's time: a serving run to fit on, because steps in company are slower than steps on their own
+# (caches are colder, requests come and go), and another one, held out, to know the error.
+TRAINING_SHARE = 0.15
+SERVING_SHARE = 0.25
+SEEDS = {"train": 1_000_003, "serve": 0}
 SERVING_LOAD = 0.7  # of the estimated capacity
 
 Say = Callable[[str], None]
@@ -178,22 +182,25 @@ class Session:
             say(f"block size {block}: {scene.name}")
             number += 1
 
-    def serving(self, until: float, say: Say, seed: int = 0) -> None:
-        """A short random serving run; its steps are held out of the fit."""
+    def serving(self, phase: str, until: float, say: Say) -> None:
+        """A short random serving run: to "train" on, or, as "serve", held out of the fit."""
+        seed = SEEDS[phase]
         left = until - time.monotonic()
+        if left <= 0:
+            return
         rate = SERVING_LOAD / self._seconds_per_request()
         count = int(max(20, min(2000, left * rate)))
         trace = serving_trace(self.limits, count, rate, seed)
         batch: list[dict[str, Any]] = []
-        for message in self.worker.serve({"requests": [list(row) for row in trace]}):
+        command = {"requests": [list(row) for row in trace], "limit_s": left}
+        for message in self.worker.serve(command):
             if "step" in message and message["step"]["requests"]:
                 batch.append(message["step"])
             if len(batch) >= 50 or "done" in message:
-                self._keep(batch, "serve", f"serving {seed}", 0)
-                say(f"block size {self.limits.block_size}: serving run, held out")
+                self._keep(batch, phase, f"serving {seed}", 0)
+                what = "held out" if phase == "serve" else "to fit on"
+                say(f"block size {self.limits.block_size}: serving run, {what}")
                 batch = []
-                if time.monotonic() > until and "done" not in message:
-                    return  # the worker is ended by its owner; what it served is kept
 
     def _seconds_per_request(self) -> float:
         """Engine seconds that `serving_trace`'s middle request takes, by what was measured so far."""

@@ -6,7 +6,7 @@ output goes to stderr. Commands (`calibrate/worker.py` is the other end):
     {"do": "start", "engine_args": {...}, "temperature": 0.0}
     {"do": "scene", "decodes": [ctx, ...], "decode_steps": n, "prefills": [[new, ctx], ...], "injections": m}
     {"do": "serve", "requests": [[arrival_ns, prompt_tokens, output_tokens, priority], ...],
-     "prefix": [[id, ...], ...], "prefix_block_tokens": n, "clock": "wall" | "cpu"}
+     "prefix": [[id, ...], ...], "prefix_block_tokens": n, "clock": "wall" | "cpu", "limit_s": seconds}
     {"do": "kernels", "rows": [1, 2, ...], "repeats": n}
 
 Answers: {"hello": ...}, {"started": ...}, {"step": ...} for each engine step, {"kernels": ...}, {"rejected": ...},
@@ -20,6 +20,7 @@ import json
 import os
 import platform
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, TextIO
@@ -181,7 +182,8 @@ def serve(engine: Any, command: dict[str, Any], answer: Answer) -> None:
 
     Arrivals therefore meet the engine exactly as often as its own speed makes them, whatever this process
     does between two steps. `clock` "cpu" takes the process's CPU time for a step's duration: on a host that
-    others use too, it leaves out the moments in which they had the CPU.
+    others use too, it leaves out the moments in which they had the CPU. After `limit_s` seconds of wall time
+    what is unfinished is aborted.
     """
     requests: list[list[int]] = command["requests"]
     prompts = _Prompts(engine, command.get("prefix"), command.get("prefix_block_tokens", 0))
@@ -191,8 +193,13 @@ def serve(engine: Any, command: dict[str, Any], answer: Answer) -> None:
     gc.disable()
     now = sent = index = 0
     starts: list[int] = []
+    limit_ns = round(command.get("limit_s", 1e9) * 1e9)
+    began = time.monotonic_ns()
     try:
         while sent < len(requests) or engine.has_requests:
+            if time.monotonic_ns() - began > limit_ns:
+                engine.abort()
+                break
             while sent < len(requests) and requests[sent][0] <= now:
                 _, prompt, output, priority = requests[sent]
                 refusal = engine.add(sent, prompts.of(sent, prompt), output, priority)

@@ -232,6 +232,15 @@ class RecordedEngine:
         manager.allocate_slots(waiting, tokens)
         manager.free(waiting)
 
+    def abort(self) -> None:
+        """Drop every request, and let the engine forget them."""
+        self.llm.abort_request(list(self._names.values()), internal=True)
+        while self.has_requests or self.core.scheduler.has_requests():
+            self.llm.step()
+        self._pending.clear()
+        self._events.clear()
+        self._done.clear()
+
     @property
     def has_requests(self) -> bool:
         return bool(self.llm.has_unfinished_requests())

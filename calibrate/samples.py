@@ -42,7 +42,7 @@ class StepSample:
 
     session: str  # which engine start measured it; key of Samples.sessions
     seq: int  # number of the step in its session; (session, seq) is unique
-    phase: str  # "grid", "serve" (held out) or "spot"
+    phase: str  # "grid", "train" (a serving run to fit on), "serve" (held out) or "spot"
     point: str  # which design point or serving run, e.g. "decode b16 c512"
     repeat: int  # how often the point had been measured before
     index: int  # step number within this repeat: (point, index) names the same composition in each repeat

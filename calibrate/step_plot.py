@@ -9,6 +9,7 @@ from html import escape
 # phase -> (legend, colour); colours keep apart for the colour-blind and on dark paper.
 PHASES = {
     "grid": ("designed grid", "#0072b2"),
+    "train": ("serving run, fitted", "#cc79a7"),
     "serve": ("serving run, held out", "#d55e00"),
     "spot": ("spot check", "#009e73"),
 }

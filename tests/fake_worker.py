@@ -124,7 +124,10 @@ class FakeWorker:
             )
         )
         now = sent = index = 0
+        began = time.monotonic()
         while sent < len(requests) or scheduler.has_unfinished_requests():
+            if time.monotonic() - began > command.get("limit_s", 1e9):
+                break
             while sent < len(requests) and requests[sent][0] <= now:
                 arrival, prompt, output, priority = requests[sent]
                 scheduler.add(TraceRequest(sent, arrival, prompt, output, priority=priority))

