@@ -38,6 +38,8 @@ def render_report(run: Run, summary: Mapping[str, Any]) -> str:
     sections.append(_section("Totals", report_tables.engine_table(summary)))
     if reasons := report_tables.reasons_table(summary):
         sections.append(_section("Rejected requests", reasons))
+    if replicas := report_tables.replicas_table(run):
+        sections.append(_section("Replicas", replicas))
     if tenants := report_tables.tenants_table(run):
         sections.append(_section("Tenants", tenants))
     sections += [

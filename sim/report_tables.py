@@ -12,10 +12,12 @@ from vsim.sim.metrics import percentile_word
 from vsim.sim.report_anomalies import Anomaly
 from vsim.sim.report_svg import esc
 from vsim.sim.run import Run
+from vsim.sim.summary import interval
 from vsim.sim.table import LATENCIES
 from vsim.sim.text import number, percent, short
 
 MAX_TENANTS = 20
+MAX_REPLICAS = 64
 
 
 def tiles(summary: Mapping[str, Any]) -> str:
@@ -57,7 +59,9 @@ def tiles(summary: Mapping[str, Any]) -> str:
 
 def _latency_tile(s: Mapping[str, Any], label: str, name: str, tail: str) -> tuple[str, str, str]:
     median, high = s[f"median_{name}_ms"], s.get(f"p{tail}_{name}_ms")
-    return f"{label}, median", _time(median), f"p{tail} {_time(high)}"
+    bounds = interval(s, f"p{tail}_{name}_ms")
+    bar = f" ({_time(bounds[0])} – {_time(bounds[1])})" if bounds else ""
+    return f"{label}, median", _time(median), f"p{tail} {_time(high)}{bar}"
 
 
 def _time(ms: float | None) -> str:
@@ -82,14 +86,26 @@ def latency_table(summary: Mapping[str, Any]) -> str:
     head = "".join(f'<th title="{esc(long)}">{esc(shown)}</th>' for _, shown, long in names)
     rows = "".join(
         f"<tr><th scope=row>{esc(one)}</th>"
-        + "".join(f"<td>{_ms(summary.get(f'{one}_{name}_ms'))}</td>" for name, _, _ in names)
+        + "".join(_latency_cell(summary, f"{one}_{name}_ms") for name, _, _ in names)
         + "</tr>"
         for one in which
     )
+    bars = summary.get("intervals")
+    note = (
+        f"<p class=note>Small: {bars['level']:.0%} intervals. {esc(bars['source'])}</p>"
+        if bars
+        else ""
+    )
     return (
         f"<div class=scroll><table class=numbers><thead><tr><th>ms</th>{head}</tr></thead>"
-        f"<tbody>{rows}</tbody></table></div>"
+        f"<tbody>{rows}</tbody></table></div>{note}"
     )
+
+
+def _latency_cell(summary: Mapping[str, Any], key: str) -> str:
+    bounds = interval(summary, key)
+    bar = f"<small>{_ms(bounds[0])} – {_ms(bounds[1])}</small>" if bounds else ""
+    return f"<td>{_ms(summary.get(key))}{bar}</td>"
 
 
 def _ms(value: float | None) -> str:
@@ -288,6 +304,49 @@ def tenants_table(run: Run) -> str:
     return (
         f"<div class=scroll><table class=numbers><thead><tr><th>tenant</th>{head}</tr></thead>"
         f"<tbody>{''.join(rows)}</tbody></table></div>{more}"
+    )
+
+
+def replicas_table(run: Run) -> str:
+    """Load by replica; empty text if there is only one."""
+    which = run.steps.get("replica")
+    if which is None or len(np.unique(which)) < 2:
+        return ""
+    served = run.requests.get("replica")
+    usable = max(1, run.num_gpu_blocks)
+    rows = []
+    for code in np.unique(which).tolist()[:MAX_REPLICAS]:
+        steps = {name: column[which == code] for name, column in run.steps.items()}
+        mine = served == code if served is not None else None
+        latency = metrics.latencies(run, mine) if mine is not None else None
+        ttft = metrics.stats(latency.ttft_ns, (95.0,)) if latency is not None else None
+        cells = [
+            "–" if mine is None else number(int(mine.sum())),
+            "–" if ttft is None else _ms(ttft.median_ms),
+            "–" if ttft is None else _ms(ttft.percentiles[0][1]),
+            number(int(steps["running"].max())),
+            number(int(steps["waiting"].max())),
+            percent(float(steps["kv_blocks_used"].max()) / usable, 0),
+            number(int(steps["preempted"].sum())),
+            number(len(steps["start_ns"])),
+        ]
+        rows.append(
+            f"<tr><th scope=row>{code}</th>" + "".join(f"<td>{c}</td>" for c in cells) + "</tr>"
+        )
+    titles = (
+        "requests",
+        "TTFT p50 ms",
+        "TTFT p95 ms",
+        "running, peak",
+        "waiting, peak",
+        "KV, peak",
+        "preemptions",
+        "steps",
+    )
+    head = "".join(f"<th>{title}</th>" for title in titles)
+    return (
+        f"<div class=scroll><table class=numbers><thead><tr><th>replica</th>{head}</tr></thead>"
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
 
 

@@ -104,6 +104,36 @@ def summarize(
     return summary
 
 
+def with_intervals(
+    summary: Mapping[str, Any],
+    bounds: Mapping[str, tuple[float, float]],
+    level: float,
+    source: str,
+) -> dict[str, Any]:
+    """`summary` with error bars: table and report show them wherever `bounds` has a summary key.
+
+    `level`: e.g. 0.9; `source`: one sentence on what the intervals cover. Raises ValueError for a key that
+    the summary has not, or bounds out of order.
+    """
+    for key, (low, high) in bounds.items():
+        if key not in summary or not low <= high:
+            raise ValueError(f"interval {key}: ({low}, {high})")
+    return {
+        **summary,
+        "intervals": {
+            "level": level,
+            "source": source,
+            "bounds": {key: [float(low), float(high)] for key, (low, high) in bounds.items()},
+        },
+    }
+
+
+def interval(summary: Mapping[str, Any], key: str) -> tuple[float, float] | None:
+    """The error bar of a key, if the summary has one."""
+    found = (summary.get("intervals") or {}).get("bounds", {}).get(key)
+    return (found[0], found[1]) if found else None
+
+
 def summary_json(summary: Mapping[str, Any]) -> str:
     """`summary` as text: sorted keys, one key a line, the same bytes for the same run; NaN is refused."""
     return json.dumps(summary, indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n"

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from vsim.sim.metrics import percentile_word
-from vsim.sim.text import number, percent, plain
+from vsim.sim.summary import interval
+from vsim.sim.text import number, percent, plain, short
 
 WIDTH = 66
 _VALUE = 24  # columns for the value, right of the label
@@ -31,6 +32,7 @@ def render_table(summary: Mapping[str, Any]) -> str:
         limits = ", ".join(f"{k} <= {v:g} ms" for k, v in summary["goodput_slo_ms"].items())
         lines += _wrapped(f"Goodput counts requests with {limits}.")
     lines += _latency_table(summary)
+    lines += _interval_table(summary)
     lines += _section("KV Cache and Scheduling", engine_rows(summary))
     if summary["rejected_reasons"]:
         lines.append(_title("Rejected Requests", "-"))
@@ -84,7 +86,7 @@ def _latency_table(s: Mapping[str, Any]) -> list[str]:
     statistics = ["mean", "std", "median"]
     statistics += [f"p{percentile_word(p)}" for p in s["percentiles"] if p != 50]
     lines = [_title("Latency (ms)", "-")]
-    metrics = [(name, short) for name, short, _ in LATENCIES]
+    metrics = [(name, label) for name, label, _ in LATENCIES]
     metrics.append(("queue_time", "Queue"))
     if "mean_client_queue_time_ms" in s:
         metrics.append(("client_queue_time", "Client Q"))
@@ -98,10 +100,34 @@ def _latency_table(s: Mapping[str, Any]) -> list[str]:
     for first in range(0, len(statistics), per_table):
         shown = statistics[first : first + per_table]
         lines.append(" " * 9 + "".join(f"{which:>{width}}" for which in shown))
-        for name, short in metrics:
+        for name, label in metrics:
             row = "".join(f"{cells[name, which]:>{width}}" for which in shown)
-            lines.append(f"{short:<9}{row}")
+            lines.append(f"{label:<9}{row}")
     return lines
+
+
+def _interval_table(s: Mapping[str, Any]) -> list[str]:
+    """Error bars of the latencies, if the summary has any."""
+    if not s.get("intervals"):
+        return []
+    lines = [_title(f"{s['intervals']['level']:.0%} Intervals of Latency (ms)", "-")]
+    statistics = ["mean", *(f"p{percentile_word(p)}" for p in s["percentiles"])]
+    columns = [
+        which
+        for which in statistics
+        if any(interval(s, f"{which}_{name}_ms") for name, _, _ in LATENCIES)
+    ]
+    for first in range(0, len(columns), 4):
+        shown = columns[first : first + 4]
+        lines.append(" " * 9 + "".join(f"{which:>17}" for which in shown))
+        for name, label, _ in LATENCIES:
+            cells = [_range(interval(s, f"{which}_{name}_ms")) for which in shown]
+            lines.append(f"{label:<9}" + "".join(f"{cell:>17}" for cell in cells))
+    return [*lines, *_wrapped(plain(s["intervals"]["source"]))]
+
+
+def _range(bounds: tuple[float, float] | None) -> str:
+    return "–" if bounds is None else f"{short(bounds[0])}..{short(bounds[1])}"
 
 
 def engine_rows(s: Mapping[str, Any]) -> list[tuple[str, str]]:

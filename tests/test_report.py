@@ -21,7 +21,8 @@ from vsim.sim.report_series import charts, grouped_percentiles
 from vsim.sim.report_svg import nice_ticks, time_ticks
 from vsim.sim.report_words import paragraph
 from vsim.sim.run import Run
-from vsim.sim.summary import summarize
+from vsim.sim.summary import summarize, with_intervals
+from vsim.sim.table import render_table
 from vsim.sim.timeline import StepClock
 from vsim.tests.make_run import MS, S, make_run, random_run
 
@@ -98,6 +99,32 @@ def test_the_page_does_not_change_from_one_rendering_to_the_next() -> None:
 @pytest.mark.parametrize("n, steps", [(0, 0), (1, 0), (1, 1), (2, 3), (30, 0)])
 def test_odd_runs_have_a_page(n: int, steps: int) -> None:
     assert page(random_run(n, steps)).endswith("</html>\n")
+
+
+def test_error_bars_stand_beside_the_numbers_they_belong_to() -> None:
+    run = random_run(100)
+    s = with_intervals(
+        summarize(run),
+        {"p95_ttft_ms": (1234.0, 2345.0), "p99_ttft_ms": (3.0, 4.0)},
+        0.9,
+        "Seed only.",
+    )
+    text = render_report(run, s)
+    assert "<small>1,234.0 – 2,345.0</small>" in text and "(3 ms – 4 ms)" in text
+    assert "90% intervals. Seed only." in text
+    table = render_table(s)
+    assert "90% Intervals" in table and "1,234..2,345" in table
+    assert max(len(line) for line in table.splitlines()) <= 80
+    with pytest.raises(ValueError, match="p95_ttft_ms"):
+        with_intervals(summarize(run), {"p95_ttft_ms": (2.0, 1.0)}, 0.9, "")
+
+
+def test_a_fleet_has_a_table_of_its_replicas() -> None:
+    run = random_run(100, 300)
+    assert "Replicas" not in page(run)
+    run.steps["replica"] = (np.arange(300) % 2).astype(np.int32)
+    run.requests["replica"] = (np.arange(100) % 2).astype(np.int32)
+    assert "Replicas" in page(run)
 
 
 def test_all_rejected_says_so() -> None:
