@@ -232,22 +232,53 @@ def test_a_recipe_can_be_shared_and_stretched(tmp_path: Path) -> None:
     assert generate_from(again, duration_s=100).span_s < 100
 
 
-@settings(max_examples=60, deadline=None)
+def test_a_fitted_generator_talks_and_shares_like_the_original() -> None:
+    real, made = chat(), generate_from(fit(chat()), seed=2)
+    assert made.sessions is not None and real.sessions is not None
+    one, two = facts(real), facts(made)
+    assert two["sessions"]["sessions"] == one["sessions"]["sessions"]
+    assert two["sessions"]["turns"]["mean"] == pytest.approx(
+        one["sessions"]["turns"]["mean"], rel=0.05
+    )
+    assert two["sessions"]["think_s"]["p50"] == pytest.approx(
+        one["sessions"]["think_s"]["p50"], rel=0.05
+    )
+    assert two["lengths"]["prompt"]["p50"] == pytest.approx(
+        one["lengths"]["prompt"]["p50"], rel=0.1
+    )
+    assert two["prefix"]["hit_ceiling"]["16"] == pytest.approx(
+        one["prefix"]["hit_ceiling"]["16"], abs=0.05
+    )
+    dependent = np.flatnonzero(made.sessions.after >= 0)
+    assert (made.session[made.sessions.after[dependent]] == made.session[dependent]).all()  # type: ignore[index]
+    assert (made.sessions.after < np.arange(len(made))).all()
+
+
+def test_a_fitted_generator_shares_prefixes_like_mooncake() -> None:
+    real = read_trace(DATA / "mooncake_conversation_head.jsonl")
+    made = generate_from(fit(real), requests=600)
+    shared = [sharing(trace) for trace in (real, made)]
+    assert shared[0] is not None and shared[1] is not None
+    assert shared[1].ceiling(16) == pytest.approx(shared[0].ceiling(16), abs=0.05)
+    assert made.prefix_block_tokens == 512
+
+
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_damaged_recipe_is_refused_or_used(data: st.DataObject) -> None:
     import tempfile
 
-    recipe = fit(read_trace(DATA / "azure2023_code_head.csv"))
-    where = data.draw(st.sampled_from([recipe, recipe["arrivals"], recipe["lengths"]]))
+    recipe = fit(chat())
+    places = [recipe, *(recipe[name] for name in ("arrivals", "lengths", "sharing", "sessions"))]
+    where = data.draw(st.sampled_from(places))
     key = data.draw(st.sampled_from(sorted(where)))
-    where[key] = data.draw(
-        st.sampled_from([None, [], {}, "x", -1, 1e300, math.nan, [1, "a"], [[]], [[[]]], [10**12]])
-    )
+    odd = [None, [], {}, "x", -1, 0, 1.5, 1e300, math.nan, [1, "a"], [[]], [[[]]], [10**12], [0]]
+    where[key] = data.draw(st.sampled_from(odd))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "r.json"
         path.write_text(json.dumps(recipe))
         try:
-            assert len(generate_from(load(path)))
+            assert len(generate_from(load(path), requests=50))
         except UserError as error:
             assert str(error).isprintable()
 

@@ -16,9 +16,10 @@ body { margin: 0 auto; max-width: 60rem; padding: 1rem; font: 15px/1.5 system-ui
 h1 { font-size: 1.3rem; overflow-wrap: anywhere } h2 { font-size: 1.05rem; margin-top: 2rem }
 svg { width: 100%; height: auto; display: block } .bar { fill: var(--bar) } .axis { stroke: var(--grid) }
 svg text { fill: var(--soft); font-size: 11px }
+@media (max-width: 32rem) { svg text { font-size: 19px } }
 .scroll { overflow-x: auto } table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 td, th { padding: .15rem .6rem; text-align: right; border-bottom: 1px solid var(--grid) }
-td:first-child, th:first-child { text-align: left } p.soft, li { color: var(--soft) }
+td:first-child, th:first-child { text-align: left } p.soft, li { color: var(--soft); overflow-wrap: anywhere }
 """
 WIDTH, HEIGHT, LEFT, BOTTOM = 720, 200, 56, 28
 

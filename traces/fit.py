@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -11,7 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from vsim.errors import UserError
+from vsim.traces.arrivals import select
 from vsim.traces.draft import MAX_TOKENS
+from vsim.traces.fit_sessions import check_sessions, expand, fit_sessions, openings
+from vsim.traces.fit_sharing import draw_sharing, fit_sharing
 from vsim.traces.trace import Int64Array, Trace, TraceSource
 
 SCHEMA = "vsim/trace-recipe/1"
@@ -21,6 +25,7 @@ STRATA = 20  # of prompt length, each with its own output lengths
 POINTS = 501
 MAX_CELLS = 1 << 24
 MAX_REQUESTS = 100_000_000
+MAX_IDS = 200_000_000
 
 Floats = npt.NDArray[np.float64]
 
@@ -33,10 +38,15 @@ def fit(trace: Trace) -> dict[str, Any]:
     Lengths: quantiles of the prompt, and of the output within 20 strata of the prompt.
     Names, ids and the file's name are not in it. Raises UserError for fewer than 10 requests or no span.
     """
+    whole = trace
+    if trace.sessions is not None:
+        # Later turns come when they come; what is drawn is when conversations open, and how they begin.
+        trace = select(trace, openings(trace), "")
     n, span = len(trace), trace.span_s
     if n < 10 or span <= 0:
+        kind = "requests" if whole.sessions is None else "conversations"
         raise UserError(
-            f"{trace.source.name}: fitting needs at least 10 requests at different times, not {n} over {span:g} s"
+            f"{trace.source.name}: fitting needs at least 10 {kind} at different times, not {n} over {span:g} s"
         )
     recipe: dict[str, Any] = {
         "schema": SCHEMA,
@@ -48,13 +58,15 @@ def fit(trace: Trace) -> dict[str, Any]:
     if trace.tenant is not None and len(trace.tenant_names) > 1:
         shares = np.sort(np.bincount(trace.tenant, minlength=len(trace.tenant_names)) / n)[::-1]
         recipe["tenant_shares"] = shares.tolist()
-    left_out = []
-    if trace.prefix_ids is not None:
-        left_out.append("prefix sharing")
-    if trace.sessions is not None or trace.session is not None:
-        left_out.append("sessions (turns are fitted as independent requests)")
-    if left_out:
-        recipe["not_in_recipe"] = left_out
+    shared = fit_sharing(trace)
+    if shared is not None:
+        recipe["sharing"] = shared
+    if whole.sessions is not None:
+        recipe["sessions"] = fit_sessions(whole)
+    elif trace.session is not None:
+        recipe["not_in_recipe"] = [
+            "session names (each request has its own time, none waits for another)"
+        ]
     return recipe
 
 
@@ -193,6 +205,21 @@ def _check(recipe: dict[str, Any]) -> None:
         numbers(table, 0, MAX_TOKENS)
     if "tenant_shares" in recipe:
         numbers(recipe["tenant_shares"], 0, 1)
+    if "sharing" in recipe:
+        shared = recipe["sharing"]
+        numbers([shared["tokens_per_id"]], 1, MAX_TOKENS)
+        if not isinstance(shared["tokens_per_id"], int):
+            raise ValueError("tokens_per_id is no whole number")
+        numbers(shared["depth_ids"], 0, MAX_TOKENS)
+        for name, high in (("shared_fraction_by_prompt", 1), ("distance_by_depth", 10**12)):
+            if not isinstance(shared[name], list) or not shared[name]:
+                raise ValueError(f"{name} is missing")
+            for table in shared[name]:
+                numbers(table, 0, high)
+        if len(shared["distance_by_depth"]) != len(shared["depth_ids"]):
+            raise ValueError("as many depths as distances are needed")
+    if "sessions" in recipe:
+        check_sessions(recipe["sessions"], numbers)
     if not sum(arrivals["window_requests"]):
         raise ValueError("no requests")
     total = sum(arrivals["window_requests"])
@@ -243,25 +270,35 @@ def generate_from(
     quantum = int(arrivals["quantum_ns"])
     if quantum:
         time_ns = time_ns // quantum * quantum
-    prompt, output = _draw_lengths(recipe["lengths"], len(times), rng)
+    prompt, output, rank = _draw_lengths(recipe["lengths"], len(times), rng)
     tenant = None
     names: tuple[str, ...] = ()
     if "tenant_shares" in recipe:
         shares = np.asarray(recipe["tenant_shares"], dtype=float)
         tenant = rng.choice(len(shares), len(times), p=shares / shares.sum()).astype(np.int32)
         names = tuple(f"t{at}" for at in range(len(shares)))
-    said = [f"Requests are drawn from a fitted recipe with seed {seed}."]
-    if recipe.get("not_in_recipe"):
-        said.append("The recipe leaves out: " + ", ".join(map(str, recipe["not_in_recipe"])) + ".")
-    return Trace(
+    offsets = ids = None
+    if "sharing" in recipe:
+        if int(prompt.sum()) // recipe["sharing"]["tokens_per_id"] > MAX_IDS:
+            raise UserError(f"more than {MAX_IDS:,} content ids; ask for fewer requests")
+        offsets, ids = draw_sharing(recipe["sharing"], prompt, rank, rng)
+    made = Trace(
         arrival_ns=time_ns - time_ns[0],
         prompt_tokens=prompt,
         output_tokens=output,
         source=TraceSource("recipe", "generated"),
         tenant=tenant,
         tenant_names=names,
-        assumptions=tuple(said),
+        prefix_offsets=offsets,
+        prefix_ids=ids,
+        prefix_block_tokens=int(recipe["sharing"]["tokens_per_id"]) if ids is not None else 0,
     )
+    if "sessions" in recipe:
+        made = expand(made, recipe["sessions"], rng)
+    said = [f"Requests are drawn from a fitted recipe with seed {seed}."]
+    if recipe.get("not_in_recipe"):
+        said.append("The recipe leaves out: " + ", ".join(map(str, recipe["not_in_recipe"])) + ".")
+    return dataclasses.replace(made, assumptions=tuple(said))
 
 
 def _scaled(profile: Floats, factor: float, rng: np.random.Generator) -> Int64Array:
@@ -305,11 +342,11 @@ def _split(parent: Int64Array, by_size: list[float], rng: np.random.Generator) -
 
 def _draw_lengths(
     lengths: dict[str, Any], count: int, rng: np.random.Generator
-) -> tuple[Int64Array, Int64Array]:
+) -> tuple[Int64Array, Int64Array, Floats]:
     """Prompt by its quantiles; output by the quantiles of the prompt's stratum.
 
     Both are drawn evenly over their distributions (one draw in each of as many equal parts, shuffled), so
-    that even a short trace has the fitted quantiles.
+    that even a short trace has the fitted quantiles. The third column says where in the prompt's table each lies.
     """
     at = _even(count, rng)
     prompt = _from_table(lengths["prompt_quantiles"], at)
@@ -319,7 +356,7 @@ def _draw_lengths(
     for index, table in enumerate(tables):
         mine = np.flatnonzero(stratum == index)
         output[mine] = _from_table(table, _even(len(mine), rng))
-    return prompt, np.maximum(output, 1)
+    return prompt, np.maximum(output, 1), at
 
 
 def _even(count: int, rng: np.random.Generator) -> Floats:

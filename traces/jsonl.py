@@ -28,14 +28,17 @@ class _NotFinite(Decimal):
 
 
 _decoder_object = json.JSONDecoder(parse_float=Decimal, parse_constant=_NotFinite)
-decode_json = _decoder_object.decode
 _SEPARATOR = re.compile(r"[\s,]*")
 
 
 def parse(raw: bytes) -> Any:
     """One JSON value. Raises RowError naming what is wrong, for any bytes."""
     try:
-        return decode_json(raw.decode("utf-8"))
+        text = raw.decode("utf-8").strip()
+        value, end = _decoder_object.raw_decode(text)
+        if end != len(text):
+            raise json.JSONDecodeError("Extra data", text, end)
+        return value
     except UnicodeDecodeError as error:
         raise RowError(
             f"is not UTF-8 (byte 0x{raw[error.start]:02x}); convert the file, for example iconv -f LATIN1 -t UTF-8"

@@ -9,7 +9,7 @@ import numpy as np
 
 from vsim.traces import jsonl
 from vsim.traces.clock import MAX_NS, TimeError, datetime_to_ns, looks_like_datetime
-from vsim.traces.draft import Draft, choose_unit, times_from_numbers
+from vsim.traces.draft import MAX_TOKENS, Draft, choose_unit, times_from_numbers
 from vsim.traces.files import TraceFile
 from vsim.traces.options import Report, RowError
 from vsim.traces.outcome import attach_aborted, attach_caps, is_aborted, output_tokens
@@ -17,6 +17,7 @@ from vsim.traces.prefix import fit_block_tokens
 from vsim.traces.trace import Int64Array
 
 SCHEMA = "vsim/trace/1"
+NO_IDS: list[int] = []  # one for all rows without: a million empty lists cost more than the rows
 DEFAULT_HASH_BLOCK_TOKENS = 16  # vLLM's own block size
 
 
@@ -61,6 +62,20 @@ def read_jsonl(
             if "schema" in row:
                 header = _header(row, report, line)
                 continue
+        if len(row) == 3 and _is_plain(row, f_ns, f_in, f_out):
+            # Most rows of a long file: three sound integers and nothing else to look at.
+            times.append(row[f_ns])
+            in_ns.append(True)
+            prompt.append(row[f_in])
+            output.append(row[f_out])
+            caps.append(-1)
+            lines.append(line)
+            ids.append(NO_IDS)
+            rest.append(plain)
+            served += row[f_out] > 0
+            if report.enough(served):
+                break
+            continue
         try:
             block = row.get("hash_block_tokens")
             if block is not None:
@@ -139,6 +154,19 @@ def read_jsonl(
     report.dropped.update(header.get("dropped", {}))
     draft.extra.update({name: header[name] for name in ("source", "origin_ns") if name in header})
     return draft
+
+
+def _is_plain(row: dict[str, Any], f_ns: str, f_in: str, f_out: str) -> bool:
+    """Is a row of three fields sound as it is: whole ns, prompt and output tokens?"""
+    time, prompt, output = row.get(f_ns), row.get(f_in), row.get(f_out)
+    return (
+        type(time) is int
+        and type(prompt) is int
+        and type(output) is int
+        and 0 <= time <= MAX_NS
+        and 0 <= prompt <= MAX_TOKENS
+        and 0 <= output <= MAX_TOKENS
+    )
 
 
 def _times(

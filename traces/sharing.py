@@ -33,7 +33,13 @@ class Sharing:
 
 
 def sharing(trace: Trace) -> Sharing | None:
-    """How long a prefix each prompt shares with any earlier one; None if the trace has no content ids.
+    """How long a prefix each prompt shares with any earlier one; None if the trace has no content ids."""
+    found = parents(trace)
+    return None if found is None else Sharing(found[0], trace.prompt_tokens)
+
+
+def parents(trace: Trace) -> tuple[Int64Array, Int64Array] | None:
+    """Tokens each prompt shares with an earlier one, and the row of the latest that shares them (-1: none).
 
     Walks a tree of pieces. A piece that an earlier prompt held only in part is shared only so far.
     """
@@ -41,27 +47,31 @@ def sharing(trace: Trace) -> Sharing | None:
         return None
     size = trace.prefix_block_tokens
     ids, offsets = trace.prefix_ids.tolist(), trace.prefix_offsets.tolist()
-    # (node of the piece before, id) -> [node, most tokens of this piece that any prompt held]
+    # (node of the piece before, id) -> [node, most tokens of this piece that any prompt held, latest row]
     tree: dict[tuple[int, int], list[int]] = {}
     common = np.zeros(len(trace), dtype=np.int64)
+    latest = np.full(len(trace), -1, dtype=np.int64)
     for row, prompt in enumerate(trace.prompt_tokens.tolist()):
-        parent, shared, matching = 0, 0, True
+        node, shared, matching, with_row = 0, 0, True, -1
         left = prompt
         for identity in ids[offsets[row] : offsets[row + 1]]:
             held = size if left >= size else left
             if held <= 0:
                 break
             left -= held
-            entry = tree.get((parent, identity))
+            entry = tree.get((node, identity))
             if entry is None:
                 matching = False
-                entry = tree[(parent, identity)] = [len(tree) + 1, held]
+                entry = tree[(node, identity)] = [len(tree) + 1, held, row]
             else:
                 if matching:
                     overlap = min(held, entry[1])
                     shared += overlap
+                    with_row = entry[2]
                     matching = overlap == size
                 entry[1] = max(entry[1], held)
-            parent = entry[0]
+                entry[2] = row
+            node = entry[0]
         common[row] = shared
-    return Sharing(common, trace.prompt_tokens)
+        latest[row] = with_row
+    return common, latest

@@ -108,28 +108,40 @@ def jsonl_lines(trace: Trace) -> Iterator[str]:
         trace.output_tokens.tolist(),
     )
     offsets = None if trace.prefix_offsets is None else trace.prefix_offsets.tolist()
+    plain = all(
+        column is None
+        for column in (trace.max_tokens, trace.priority, trace.tenant, trace.session, trace.aborted)
+    )
+    plain = plain and trace.sessions is None and offsets is None
     for row in range(len(trace)):
-        fields: dict[str, Any] = {
-            "timestamp_ns": arrival[row],
-            "input_tokens": prompt[row],
-            "output_tokens": output[row],
-        }
-        if trace.max_tokens is not None:
-            fields["max_tokens"] = int(trace.max_tokens[row])
-        if trace.priority is not None:
-            fields["priority"] = int(trace.priority[row])
-        if trace.tenant is not None and trace.tenant_names:
-            fields["tenant"] = trace.tenant_names[trace.tenant[row]]
-        if trace.session is not None and trace.session[row] >= 0:
-            fields["session"] = trace.session_names[trace.session[row]]
-        if trace.aborted is not None and trace.aborted[row]:
-            fields["aborted"] = True
-        if trace.sessions is not None and trace.sessions.after[row] >= 0:
-            fields["after"] = int(trace.sessions.after[row])
-            fields["think_ns"] = int(trace.sessions.think_ns[row])
+        numbers = f'"timestamp_ns":{arrival[row]},"input_tokens":{prompt[row]},"output_tokens":{output[row]}'
+        if plain:
+            yield f"{{{numbers}}}\n"
+            continue
+        fields = _fields(trace, row)
         if offsets is not None and trace.prefix_ids is not None:
             fields["hash_ids"] = trace.prefix_ids[offsets[row] : offsets[row + 1]].tolist()
-        yield json.dumps(fields, separators=(",", ":")) + "\n"
+        more = json.dumps(fields, separators=(",", ":"))[1:-1]
+        yield f"{{{numbers}{',' if more else ''}{more}}}\n"
+
+
+def _fields(trace: Trace, row: int) -> dict[str, Any]:
+    """A row's optional fields, content ids aside."""
+    fields: dict[str, Any] = {}
+    if trace.max_tokens is not None:
+        fields["max_tokens"] = int(trace.max_tokens[row])
+    if trace.priority is not None:
+        fields["priority"] = int(trace.priority[row])
+    if trace.tenant is not None and trace.tenant_names:
+        fields["tenant"] = trace.tenant_names[trace.tenant[row]]
+    if trace.session is not None and trace.session[row] >= 0:
+        fields["session"] = trace.session_names[trace.session[row]]
+    if trace.aborted is not None and trace.aborted[row]:
+        fields["aborted"] = True
+    if trace.sessions is not None and trace.sessions.after[row] >= 0:
+        fields["after"] = int(trace.sessions.after[row])
+        fields["think_ns"] = int(trace.sessions.think_ns[row])
+    return fields
 
 
 def _write_parquet(trace: Trace, stream: IO[bytes]) -> None:
