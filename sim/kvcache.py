@@ -180,11 +180,10 @@ class KVCache:
             if missing > pool.num_free:
                 return False
             table += pool.take(missing)
-        self._use_slots(request, total)
+        self.slots_used += total - request.slots_used
+        request.slots_used = total
         if self.caching:
-            known = min(total, request.num_tokens)
-            if known // block_size > request.registered[0]:
-                self.register(request, known)
+            self.register(request, min(total, request.num_tokens))
         return True
 
     def allocate(
@@ -307,6 +306,8 @@ class KVCache:
         """Make the full blocks within the first `num_tokens` tokens hittable (spec 5.2, 5.3)."""
         if not self.caching:
             return
+        if self._single and num_tokens // self.alignment <= request.registered[0]:
+            return  # most often: no further block is full
         if len(self.groups) > 1:
             num_tokens -= num_tokens % self.alignment
         assert request.keys is not None
