@@ -113,10 +113,15 @@ class BlockManagerV0:
         request.num_placed_tokens = request.num_tokens
         self.gpu.take(request)
 
-    def can_append(self, request: RequestV0) -> bool:
-        return self._touched(request) <= self.gpu.num_free
+    def try_append(self, request: RequestV0) -> bool:
+        """Place the tokens that have no slot yet, if the blocks they touch are free; else do nothing."""
+        if self._touched(request) > self.gpu.num_free:
+            return False
+        self.gpu.grow(request)
+        return True
 
     def append(self, request: RequestV0) -> None:
+        """The same unasked: after a swap-in, whose own check saw to it."""
         self.gpu.grow(request)
 
     def free(self, request: RequestV0) -> None:

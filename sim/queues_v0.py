@@ -153,12 +153,14 @@ class QueuesV0:
         chunked = partial is not None
         while running:
             request = running[0]
-            tokens, _ = self._new_tokens(request, RUNNING, budget, partial)
-            if not tokens:
-                break
+            tokens = 1
+            if chunked or request.is_prefill:
+                tokens, _ = self._new_tokens(request, RUNNING, budget, partial)
+                if not tokens:
+                    break
             running.popleft()
             counted = not chunked  # the default policy counted all running sequences beforehand
-            while not blocks.can_append(request):
+            while not blocks.try_append(request):
                 # The one in need leaves the count, not its victim; and only once.
                 budget.seqs -= counted
                 counted = False
@@ -176,7 +178,6 @@ class QueuesV0:
                 if victim is request:
                     break
             else:
-                blocks.append(request)
                 budget.tokens += tokens
                 budget.seqs += chunked
                 queue = chosen.prefills if request.is_prefill else chosen.decodes

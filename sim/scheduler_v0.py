@@ -221,35 +221,44 @@ class SchedulerV0:
     def _describe(self, step: StepV0, batch: list[Chunk], now: float) -> None:
         """Fill in who runs how much, and note what the step will have done to the KV cache."""
         queues = self.queues
+        requests, num_tokens, num_computed = step.requests, step.num_tokens, step.num_computed
+        all_hits, is_prefill, emits = step.hits, step.is_prefill, step.emits
         for request, chunk, _ in batch:
             index, computed = request.index, request.num_computed_tokens
+            prefill = request.is_prefill
             hits = 0
-            if request.is_prefill and request.num_cached_tokens is not None:
+            if prefill and request.num_cached_tokens is not None:
                 hits = max(0, request.num_cached_tokens - computed)
                 if hits >= chunk > 0:
                     # Even where all of a chunk is cached, its last token is computed.
                     hits = chunk - 1
             request.last_access = now
-            step.requests.append(index)
-            step.num_tokens.append(chunk - hits)
-            step.num_computed.append(computed + hits)
-            step.hits.append(hits)
-            step.is_prefill.append(request.is_prefill)
-            step.emits.append(not request.is_prefill or computed + chunk >= request.num_tokens)
-            if not request.scheduled_once:
-                request.scheduled_once = True
-                step.new.append(index)
-                if self._cache is not None:
-                    self._query_tokens += request.num_prompt_tokens
-                    self._hit_tokens += hits
-            elif index in step.swapped_in or (not computed and request.high_water):
-                step.resumed.append(index)
+            requests.append(index)
+            num_tokens.append(chunk - hits)
+            num_computed.append(computed + hits)
+            all_hits.append(hits)
+            is_prefill.append(prefill)
+            emits.append(not prefill or computed + chunk >= request.num_tokens)
+            queues.num_kv_tokens += chunk
+            if prefill or step.swapped_in:
+                self._note_admission(step, request, chunk, hits)
             if computed + chunk > request.high_water:
                 queues.fruitless_preemptions = 0
-            if request.high_water > computed + hits:
-                again = min(request.high_water, computed + chunk) - computed - hits
-                self._recomputed_tokens += max(0, again)
-            queues.num_kv_tokens += chunk
         if self._cache is not None and batch:
             self._cache.mark_touched_as_computed()
             self._cpu_cache.mark_touched_as_computed()
+
+    def _note_admission(self, step: StepV0, request: RequestV0, chunk: int, hits: int) -> None:
+        """Is it new or back, and how much of its chunk had been computed before?"""
+        index, before = request.index, request.num_computed_tokens + hits
+        if not request.scheduled_once:
+            request.scheduled_once = True
+            step.new.append(index)
+            if self._cache is not None:
+                self._query_tokens += request.num_prompt_tokens
+                self._hit_tokens += hits
+        elif index in step.swapped_in or (not request.num_computed_tokens and request.high_water):
+            step.resumed.append(index)
+        if request.high_water > before:
+            again = min(request.high_water, request.num_computed_tokens + chunk) - before
+            self._recomputed_tokens += max(0, again)
