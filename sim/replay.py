@@ -11,10 +11,12 @@ from vsim import __version__
 from vsim.errors import UserError
 from vsim.models.load import LoadedStepModel, load_step_model
 from vsim.models.table_params import StepContext
+from vsim.sim.config import SchedulerConfig
 from vsim.sim.deployment import Deployment
 from vsim.sim.engine import HostLink, simulate
 from vsim.sim.run import Run
 from vsim.sim.traps_v0 import warnings_for
+from vsim.sim.versions import assumed_rules
 from vsim.traces.arrivals import head, rerate, scale_time
 from vsim.traces.trace import Trace, TraceRequest
 
@@ -175,8 +177,15 @@ def replay(
             *step_model.assumptions,
             *said,
             *warnings_for(config),
+            *_borrowed_rules(config),
         ),
     )
+
+
+def _borrowed_rules(config: SchedulerConfig) -> list[str]:
+    """V1 releases whose scheduler nobody read borrow another's rules: say so."""
+    sentence = assumed_rules(config.engine_version) if config.engine == "v1" else None
+    return [] if sentence is None else [sentence]
 
 
 def _host_link(deployment: Deployment) -> HostLink | None:
