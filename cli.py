@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "calibrate": ("calibrate", "calibrate", "Time real vLLM on this device and fit a step model."),
     "profiles": ("profiles", "profiles", "Look into calibration artifacts: origin and error."),
     "spotcheck": ("spotcheck", "spotcheck", "Check a prediction against the real engine, here."),
+    "explain": ("explain", "explain", "Where the time went, of the tail or of one request."),
     "compare": ("compare", "compare", "Runs side by side; an exit code for CI gates."),
     "export": ("export", "export", "A run for Prometheus, Perfetto, a pull request, bench tools."),
     "debug": ("debug", "debug", "See what the scheduler decided, step by step."),

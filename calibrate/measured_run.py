@@ -107,6 +107,7 @@ def build_run(
         provenance=provenance,
         assumptions=assumptions,
         counters={"prefix_cache_queries_tokens": queries, "prefix_cache_hits_tokens": hits},
+        preemption_spans=recorder.spans(),
         end_ns=end_ns,
     )
     return Measured(run, steps)

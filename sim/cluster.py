@@ -116,6 +116,7 @@ def simulate_cluster(
         reasons=tuple(recorder.reasons),
         tenant_names=trace.tenant_names,
         counters=dict(counters),
+        preemption_spans=recorder.spans(),
         end_ns=int(env.now),
         ended_early=ended_early,
     )

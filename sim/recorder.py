@@ -49,6 +49,9 @@ class Recorder:
         self._computed_before: dict[int, int] = {}
         self._computed = [0] * n  # tokens with KV, what is in flight included
         self.steps = {name: array(_TYPECODE[kind]) for name, kind in STEP_COLUMNS.items()}
+        # Request, when it was preempted, when it ran again (ns), three numbers a preemption.
+        self.preemption_spans = array("q")
+        self._out_since: dict[int, int] = {}
         self.emitted = array("i")  # tokens per recorded step: the optional column of that name
         self._last_emitted = 0
 
@@ -58,6 +61,12 @@ class Recorder:
             self.preemptions[victim] += 1
             before = self._computed_before.get(victim, 0)
             self._computed_before[victim] = max(before, self._computed[victim])
+            self._out_since.setdefault(victim, now)
+        if self._out_since:
+            for index in step.requests:
+                out = self._out_since.pop(index, None)
+                if out is not None:
+                    self.preemption_spans.extend((index, out, now))
         for index in step.new:
             self.first_scheduled_ns[index] = now
         if step.new:
@@ -150,6 +159,10 @@ class Recorder:
             else np.empty(0, dtype=dtypes[name])
             for name, column in columns.items()
         }
+
+    def spans(self) -> np.ndarray:
+        """`Run.preemption_spans`: shape (preemptions that ended, 3)."""
+        return np.array(self.preemption_spans, dtype=np.int64).reshape(-1, 3)
 
     def gaps(self) -> tuple[np.ndarray, np.ndarray]:
         """All inter-token gaps as (distinct values ascending, counts)."""

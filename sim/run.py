@@ -83,6 +83,8 @@ class Run:
     assumptions: tuple[str, ...] = ()
     # Totals that no column carries: "prefix_cache_queries_tokens", "prefix_cache_hits_tokens", "swap_bytes", ...
     counters: dict[str, int] = field(default_factory=dict)
+    # Request (its row), when it was preempted, when it ran again, ns: shape (k, 3). None: not recorded.
+    preemption_spans: npt.NDArray[np.int64] | None = None
     end_ns: int = 0
     # None: ran to its end. Otherwise one sentence: stalled, unstable, engine died, simulated-time limit.
     ended_early: str | None = None

@@ -34,6 +34,8 @@ SUMMARY_JSON = "summary.json"
 REQUESTS = "requests.parquet"
 TIMELINE = "timeline.parquet"
 ITL = "itl.parquet"
+PREEMPTIONS = "preemptions.parquet"  # only where they were recorded
+SPAN_COLUMNS = {"request": "int64", "out_ns": "int64", "back_ns": "int64"}
 REPORT = "report.html"
 
 
@@ -114,6 +116,19 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
     if len(itl["count"]) and (itl["count"].min() < 0 or (np.diff(itl["itl_ns"]) <= 0).any()):
         raise UserError(f"{base / ITL}: not distinct ascending gaps with their counts")
 
+    spans = None
+    if (base / PREEMPTIONS).exists():
+        columns = _read_columns(base / PREEMPTIONS, SPAN_COLUMNS)
+        _check_columns(base / PREEMPTIONS, columns)
+        spans = np.column_stack([columns[name] for name in SPAN_COLUMNS])
+        rows, out, back = spans.T
+        if len(rows) and (
+            rows.min() < 0 or rows.max() >= len(requests["request"]) or (back < out).any()
+        ):
+            raise UserError(
+                f"{base / PREEMPTIONS}: a preemption of no request, or one that ends too early"
+            )
+
     def field(name: str, kind: type, each: type | None = None) -> Any:
         value = head.get(name)
         inner = list(value.values()) if isinstance(value, dict) else (value or ())
@@ -144,6 +159,7 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
         provenance=field("provenance", dict),
         assumptions=tuple(field("assumptions", list, str)),
         counters=field("counters", dict, int),
+        preemption_spans=spans,
         end_ns=head["end_ns"],
         ended_early=head["ended_early"] if head.get("ended_early") is not None else None,
     )
@@ -195,6 +211,11 @@ def _write_files(run: Run, folder: Path, summary: Mapping[str, Any], report: boo
     _write_columns(folder / REQUESTS, run.requests)
     _write_columns(folder / TIMELINE, run.steps)
     _write_columns(folder / ITL, {"itl_ns": run.itl_ns, "count": run.itl_count})
+    if run.preemption_spans is not None:
+        columns = dict(zip(SPAN_COLUMNS, run.preemption_spans.T, strict=True))
+        _write_columns(
+            folder / PREEMPTIONS, {k: np.ascontiguousarray(v) for k, v in columns.items()}
+        )
     if report:
         from vsim.sim.report import render_report
 

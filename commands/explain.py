@@ -1,0 +1,46 @@
+"""`vsim explain`: where a request's time went, and the tail's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from vsim.errors import UserError
+
+
+@click.command(short_help="Say where the time went: of one request, or of the slowest ones.")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--request", type=int, metavar="ID", help="One request (its row in the trace).")
+@click.option(
+    "--tail", default="p99", show_default=True, help="The requests at or above a percentile."
+)
+@click.option("--by", type=click.Choice(["e2el", "ttft"]), default="e2el", show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+def explain(run: Path, request: int | None, tail: str, by: str, as_json: bool) -> None:
+    """Say where the time of RUN's slowest requests went, or of one request.
+
+    The parts add up to the latency, exactly: waiting by cause, prefill, decode, decode in steps that carry
+    other requests' prompt chunks, time preempted. docs/explain.md says how each is read off the run.
+    """
+    from vsim.sim.compare import load_side
+    from vsim.sim.explain import (
+        explain_request,
+        explain_tail,
+        explanation_data,
+        parse_tail,
+        render_explanation,
+    )
+
+    side = load_side(run)
+    if side.run is None:
+        raise UserError(f"{run}: this result carries no requests; save it with --save-detailed")
+    if request is not None:
+        found = explain_request(side.run, request)
+    else:
+        found = explain_tail(side.run, parse_tail(tail), by)
+    if as_json:
+        click.echo(json.dumps(explanation_data(found), indent=1, sort_keys=True, allow_nan=False))
+    else:
+        click.echo(render_explanation(found), nl=False)
