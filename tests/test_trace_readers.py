@@ -199,3 +199,62 @@ def test_the_hash_of_the_file_and_no_path_is_kept(tmp_path: Path) -> None:
     source = read_trace(SHIPPED).source
     assert source.name == "azure2023_conv.csv"
     assert source.sha256 == hashlib.sha256(SHIPPED.read_bytes()).hexdigest()
+
+
+def test_eight_columns_of_burstgpt_have_sessions_and_an_elapsed_time(tmp_path: Path) -> None:
+    trace = read_text(
+        tmp_path,
+        "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+        "5270414,abc,3.2,GPT-4,472,18,490,Conversation log\n"
+        "5270420.5,abc,1.0,GPT-4,1087,230,1317,Conversation log\n"
+        "5270421,,0.4,ChatGPT,417,276,693,API log\n",
+    )
+    assert trace.source.format == "burstgpt"
+    assert trace.arrival_ns.tolist() == [0, 6_500_000_000, 7_000_000_000]
+    assert trace.session is not None and trace.session.tolist() == [0, 0, -1]
+    assert trace.tenant_names == ("GPT-4", "ChatGPT")
+
+
+@pytest.mark.parametrize("mark", [";", "\t"])
+def test_semicolons_and_tabs_separate_as_well(tmp_path: Path, mark: str) -> None:
+    raw = (DATA / "azure2023_code_head.csv").read_text().replace(",", mark)
+    assert len(read_text(tmp_path, raw)) == 199
+
+
+def test_quoted_fields_may_hold_the_separator(tmp_path: Path) -> None:
+    trace = read_text(
+        tmp_path,
+        'timestamp_ns,tenant,input_tokens,output_tokens\n0,"Smith, Jones",5,6\n"7",x,"8",9\n',
+    )
+    assert trace.prompt_tokens.tolist() == [5, 8]
+    assert trace.tenant_names == ("Smith  Jones", "x")
+
+
+def test_epoch_milliseconds_are_not_taken_for_seconds(tmp_path: Path) -> None:
+    rows = [
+        {"timestamp": 1_700_000_000_000 + ms, "input_tokens": 5, "output_tokens": 6}
+        for ms in (0, 1500)
+    ]
+    trace = read_text(tmp_path, "\n".join(map(json.dumps, rows)))
+    assert trace.arrival_ns.tolist() == [0, 1_500_000_000]
+    assert any("taken as ms" in said for said in trace.assumptions)
+
+
+def test_our_schemas_seconds_are_announced_unless_the_file_says_so_itself(tmp_path: Path) -> None:
+    row = '{"timestamp": 0, "input_tokens": 5, "output_tokens": 6}\n'
+    rows = row + row.replace("0,", "2.5,")
+    assert any(
+        "taken as s, as vsim/trace/1" in said for said in read_text(tmp_path, rows).assumptions
+    )
+    assert read_text(tmp_path, '{"schema": "vsim/trace/1"}\n' + rows).assumptions == ()
+
+
+def test_prompts_with_too_few_ids_or_none_are_private_from_there_on(tmp_path: Path) -> None:
+    rows = [
+        {"timestamp": 0, "input_length": 2000, "output_length": 6, "hash_ids": [1, 2]},
+        {"timestamp": 1, "input_length": 2000, "output_length": 6},
+        {"timestamp": 2, "input_length": 1000, "output_length": 6, "hash_ids": [1, 2]},
+    ]
+    said = " ".join(read_text(tmp_path, "\n".join(map(json.dumps, rows))).assumptions)
+    assert "1 row: fewer hash_ids than the prompt has full blocks of 512" in said
+    assert "1 of 3 rows have no hash_ids" in said

@@ -77,11 +77,17 @@ class _Columns:
     lines: list[Int64Array] = field(default_factory=list)
 
 
+def delimiter_of(head: bytes) -> str:
+    """What separates the columns of a CSV's first line: a comma, or else a semicolon or a tab if there is one."""
+    line = head.split(b"\n", 1)[0]
+    return next((mark for mark in (",", ";", "\t") if mark.encode() in line), ",")
+
+
 def header_of(head: bytes) -> list[str]:
     """Column names in a CSV's first line."""
     line = head.split(b"\n", 1)[0].decode("utf-8", "replace").strip("\r\n")
     try:
-        return [name.strip() for name in next(csv.reader([line]), [])]
+        return [name.strip() for name in next(csv.reader([line], delimiter=delimiter_of(head)), [])]
     except csv.Error:
         return []
 
@@ -97,7 +103,7 @@ def read_csv(file: TraceFile, spec: CsvSpec, report: Report) -> Draft:
         if theirs not in header:
             report.fail(f"has no column {theirs!r}; its columns are {', '.join(header)[:300]}", 1)
         position[ours] = header.index(theirs)
-    reader = _Reader(spec, position, header, report)
+    reader = _Reader(spec, position, header, report, delimiter_of(file.head))
     line = 1
     for block in file.blocks():
         line = reader.take(block, line)
@@ -110,8 +116,14 @@ class _Reader:
     """State while blocks of one CSV go by."""
 
     def __init__(
-        self, spec: CsvSpec, position: dict[str, int], header: list[str], report: Report
+        self,
+        spec: CsvSpec,
+        position: dict[str, int],
+        header: list[str],
+        report: Report,
+        delimiter: str = ",",
     ) -> None:
+        self.delimiter = delimiter
         self.spec = spec
         self.position = position
         self.header = header
@@ -144,7 +156,9 @@ class _Reader:
             taken = self._take_fast(block, line, skip)
             if taken is not None:
                 return taken
-        fields, bad, next_line = _split(block, len(self.header), line, skip, self.report)
+        fields, bad, next_line = _split(
+            block, len(self.header), line, skip, self.report, self.delimiter
+        )
         for number, message, is_last in bad:
             if is_last:
                 self.report.oddity(
@@ -166,7 +180,7 @@ class _Reader:
         """
         if self.is_datetime is False or b'"' in block:
             return None  # numbers as times are read by decimals(), to keep every digit
-        columns = arrow_columns(block, self.header, self.position, skip)
+        columns = arrow_columns(block, self.header, self.position, skip, self.delimiter)
         if columns is None:
             return None
         times, numbers = columns
@@ -179,6 +193,8 @@ class _Reader:
             good = good and column.min(initial=0) >= low and column.max(initial=0) <= high
         if not good:
             return None
+        if self.is_datetime is None and self.report.options.time_unit is not None:
+            self.report.assume("The file's timestamps are dates: --time-unit is not used.")
         self.is_datetime = True
         self._note_lines(np.arange(line + skip, line + skip + rows))
         self.columns.times.append(times)
@@ -269,6 +285,8 @@ class _Reader:
         except RowError:
             self.is_datetime = False
         if self.is_datetime:
+            if self.report.options.time_unit is not None:
+                self.report.assume("The file's timestamps are dates: --time-unit is not used.")
             return
         values = []
         for row in range(len(fields.lines)):
@@ -353,7 +371,7 @@ class _Reader:
 
 
 def _split(
-    block: bytes, columns: int, line: int, skip: int, report: Report
+    block: bytes, columns: int, line: int, skip: int, report: Report, delimiter: str
 ) -> tuple[_Fields | None, list[tuple[int, str, bool]], int]:
     """Cut a block into fields.
 
@@ -362,12 +380,12 @@ def _split(
     """
     unfinished = not block.endswith(b"\n")
     if b'"' in block:
-        block = _unquote(block, line, report)
+        block = _unquote(block, line, report, delimiter)
     if unfinished:
         block += b"\n"
     data = np.frombuffer(block, dtype=np.uint8)
     newlines = np.flatnonzero(data == 10)
-    commas = np.flatnonzero(data == 44)
+    commas = np.flatnonzero(data == ord(delimiter))
     starts = np.concatenate(([0], newlines[:-1] + 1))
     ends = newlines.copy()
     has_cr = (ends > starts) & (data[np.maximum(ends - 1, 0)] == 13)
@@ -383,7 +401,7 @@ def _split(
     bad: list[tuple[int, str, bool]] = []
     for row in np.flatnonzero(filled & ~right).tolist():
         text = block[starts[row] : ends[row]]
-        if not text.strip(b" \t,\0"):
+        if not text.strip(b" \t,;\0"):
             continue  # a blank line, or one of only separators, as spreadsheets leave at the end
         is_last = unfinished and row == len(lines) - 1
         bad.append(
@@ -407,8 +425,8 @@ def _split(
     return _Fields(data, begin, stop, lines[rows]), bad, next_line
 
 
-def _unquote(block: bytes, line: int, report: Report) -> bytes:
-    """A block with quoted fields as one without: commas inside quotes become spaces, quotes go."""
+def _unquote(block: bytes, line: int, report: Report, delimiter: str) -> bytes:
+    """A block with quoted fields as one without: separators inside quotes become spaces, quotes go."""
     out = []
     for offset, raw in enumerate(block.split(b"\n")):
         if b'"' not in raw:
@@ -416,26 +434,26 @@ def _unquote(block: bytes, line: int, report: Report) -> bytes:
             continue
         text = raw.decode("utf-8", "surrogateescape").rstrip("\r")
         try:
-            fields = next(csv.reader([text], strict=True))
+            fields = next(csv.reader([text], strict=True, delimiter=delimiter))
         except (csv.Error, StopIteration) as error:
             report.bad_row(line + offset, f"has unbalanced quotes ({error})")
             out.append(b"")
             continue
-        cleaned = ",".join(
-            field.replace(",", " ").replace("\n", " ").replace("\r", " ") for field in fields
+        cleaned = delimiter.join(
+            field.replace(delimiter, " ").replace("\n", " ").replace("\r", " ") for field in fields
         )
         out.append(cleaned.encode("utf-8", "surrogateescape"))
     return b"\n".join(out)
 
 
 def arrow_columns(
-    block: bytes, header: list[str], position: dict[str, int], skip: int
+    block: bytes, header: list[str], position: dict[str, int], skip: int, delimiter: str
 ) -> tuple[Int64Array, dict[str, Int64Array]] | None:
     """Times and numbers of a block of CSV with dates, by Arrow; None if any field is not plain."""
     if "timestamp" not in position:
         return None
     begin = block.index(b"\n") + 1 if skip else 0
-    first = block[begin : block.find(b"\n", begin)].split(b",")
+    first = block[begin : block.find(b"\n", begin)].split(delimiter.encode())
     if len(first) <= position["timestamp"]:
         return None
     if not looks_like_datetime(first[position["timestamp"]].decode("latin-1")):
@@ -451,7 +469,7 @@ def arrow_columns(
         table = arrow_csv.read_csv(
             pa.py_buffer(memoryview(block)[begin:]),
             read_options=arrow_csv.ReadOptions(column_names=names, block_size=len(block) + 1),
-            parse_options=arrow_csv.ParseOptions(quote_char=False),
+            parse_options=arrow_csv.ParseOptions(quote_char=False, delimiter=delimiter),
             convert_options=arrow_csv.ConvertOptions(
                 column_types=wanted, include_columns=list(wanted), null_values=[], check_utf8=False
             ),

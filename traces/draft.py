@@ -90,6 +90,9 @@ def choose_unit(
     def say(unit: str) -> str:
         return f"{rate(unit):.3g} req/s if {unit}"
 
+    # Seconds or ms that reach beyond the year 5000 are something finer, whatever the format says.
+    if (documented == "s" and high >= 1e11) or (documented == "ms" and high >= 1e14):
+        documented = None
     if documented is not None:
         rival = "s" if documented == "ms" else "ms"
         if high > low:
@@ -103,7 +106,7 @@ def choose_unit(
         guess = "ns"
     elif high >= 1e14:
         guess = "us"
-    elif high >= 1e11 and integral:
+    elif high >= 1e11:
         guess = "ms"
     else:
         # Offsets of unknown unit: seconds, unless that means less than a request in ten seconds.

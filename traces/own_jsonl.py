@@ -132,7 +132,7 @@ def read_jsonl(
             )
         time_ns = np.asarray(times, dtype=np.int64)
     else:
-        time_ns = _times(times, lines, unit, report)
+        time_ns = _times(times, lines, unit, report, told="schema" in header)
     stated = header.get("hash_block_tokens")
     if stated is not None and report.options.hash_block_tokens is None:
         size = stated
@@ -148,7 +148,7 @@ def read_jsonl(
         hash_block_tokens=size,
     )
     attach_caps(draft, caps)
-    _attach(draft, rest, report, told=bool(header))
+    _attach(draft, rest, report, told="schema" in header)
     for sentence in header.get("assumptions", []):
         report.assume(sentence)
     report.dropped.update(header.get("dropped", {}))
@@ -170,19 +170,22 @@ def _is_plain(row: dict[str, Any], f_ns: str, f_in: str, f_out: str) -> bool:
 
 
 def _times(
-    times: list[int | Decimal], lines: list[int], unit: str | None, report: Report
+    times: list[int | Decimal], lines: list[int], unit: str | None, report: Report, told: bool
 ) -> Int64Array:
-    """Numbers in the file's unit to ns; dates came in as ns already (negative, so that none is mistaken)."""
+    """Numbers in the file's unit to ns; dates came in as ns already (negative, so that none is mistaken).
+
+    `told`: the file says itself that it is of our schema, so its unit is no assumption.
+    """
     if times and all(isinstance(value, int) and value < 0 for value in times):
         return -1 - np.asarray(times, dtype=np.int64)
     if any(value < 0 for value in times):
         row = next(row for row, value in enumerate(times) if value < 0)
         report.fail("mixes dates and numbers as timestamps", lines[row])
-    if unit is None or report.options.time_unit is not None:
+    if not told or unit is None or report.options.time_unit is not None:
         unit = choose_unit(
             report,
-            documented=None,
-            whose="",
+            documented=unit,
+            whose=SCHEMA,
             integral=all(isinstance(value, int) for value in times),
             low=float(min(times, default=0)),
             high=float(max(times, default=0)),
@@ -216,7 +219,7 @@ def _header(row: dict[str, Any], report: Report, line: int) -> dict[str, Any]:
     schema = row["schema"]
     if schema != SCHEMA:
         report.fail(f"schema is {str(schema)[:60]!r}; this version reads {SCHEMA!r}", line)
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {"schema": SCHEMA}
     block = row.get("hash_block_tokens")
     if block is not None:
         try:

@@ -51,6 +51,27 @@ def fit_block_tokens(
             lines[row],
         )
         ids[row] = ids[row][:expected]
+    _announce_private(prompt, ids, with_ids, lines, size, report)
     if with_ids and declared is None:
         report.assume(f"One hash id covers {size} prompt tokens.")
     return size
+
+
+def _announce_private(
+    prompt: Sequence[int],
+    ids: Sequence[Sequence[int]],
+    with_ids: Sequence[int],
+    lines: Sequence[int],
+    size: int,
+    report: Report,
+) -> None:
+    """Say which prompts have no ids or too few: nobody can share what has no id."""
+    for row in with_ids:
+        if len(ids[row]) < prompt[row] // size:
+            report.notice(
+                f"fewer hash_ids than the prompt has full blocks of {size} tokens; what lies beyond them is private",
+                lines[row],
+            )
+    without = len(ids) - len(with_ids)
+    if with_ids and without:
+        report.assume(f"{without} of {len(ids)} rows have no hash_ids: their prompts are private.")
