@@ -31,7 +31,11 @@ _FAMILY_DEFAULTS: dict[str, Config] = {
         "sliding_window": 4096,
     },
     "llama": {"max_position_embeddings": 2048},
-    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131072},
+    "mistral": {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+    },
     "mixtral": {"num_key_value_heads": 8, "max_position_embeddings": 131072},
     "qwen2": {"max_position_embeddings": 32768},
     "qwen3": {"head_dim": 128, "max_position_embeddings": 32768},

@@ -173,3 +173,12 @@ def test_what_a_family_s_config_leaves_out_is_filled_in_as_transformers_does() -
     model = spec_from_config({"model_type": "gemma3", "text_config": text}, "gemma-3-4b-it")
     assert model.num_parameters == load_model("google/gemma-3-4b-it").num_parameters
     assert (model.num_kv_heads, model.head_size, model.max_model_len) == (4, 256, 131072)
+
+
+def test_mistral_s_window_is_on_unless_the_config_says_null() -> None:
+    """transformers' MistralConfig has 4,096 by default; v0.2 and v0.3 say null."""
+    assert load_model("mistralai/Mistral-7B-Instruct-v0.2").layers[0].window is None
+    assert load_model("mistralai/Mistral-7B-v0.3").layers[0].window is None
+    config = dict(bundled_models()["mistralai/Mistral-7B-v0.3"]["config"])
+    del config["sliding_window"]
+    assert spec_from_config(config, "x").layers[0].window == 4096
