@@ -14,10 +14,15 @@ def warnings_for(config: SchedulerConfig) -> list[str]:
     blocks, size = config.num_gpu_blocks, config.block_size
     watermark = int(WATERMARK * blocks)
     longest = -(-config.max_model_len // size)
-    swaps = config.preemption_mode == "swap"
+    swaps = config.preemption_mode == "swap" and config.swap_above_tokens is None
     chunked = config.enable_chunked_prefill
     if swaps:
         said += _swap_traps(config, longest)
+    if config.enable_prefix_caching and (swaps or config.swap_above_tokens is not None):
+        said.append(
+            "V0 can die with an assertion when it evicts a cached block that was swapped out before: swap and"
+            " prefix caching do not go together"
+        )
     if config.policy == "priority" and chunked:
         said.append(
             "V0 ignores --scheduling-policy priority with chunked prefill: requests are served first come,"

@@ -350,6 +350,7 @@ def test_sound_configurations_are_not_warned_about() -> None:
             },
             "under prefix caching",
         ),
+        ({"swap_above_tokens": 100, "enable_prefix_caching": True}, "swapped out before"),
         ({"policy": "priority", "enable_chunked_prefill": True}, "ignores"),
         (
             {
