@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vsim.calibrate.campaign import check_device, engine_args, limits_of, model_and_config
+from vsim.calibrate.ensemble import Band, StepErrors, bands
 from vsim.calibrate.measure import KERNEL_REPEATS, kernel_rows, write_model
 from vsim.calibrate.measured_run import Measured, build_run
 from vsim.calibrate.self_check import noisy, same_decisions, self_check, step_error
@@ -17,6 +18,7 @@ from vsim.calibrate.spot import (
     check_profile,
     compare,
     fitting,
+    numbers,
     random_trace,
     rate_for_load,
     scheduler_config,
@@ -53,6 +55,7 @@ class LivePlan:
     threads: int = 1
     kv_cache_gib: float = 1.0
     clock: str = "wall"
+    draws: int = 15  # simulations for the prediction, and as many more for its interval
     vllm_python: str | None = None
     engine_flags: dict[str, Any] = field(default_factory=dict)
 
@@ -118,6 +121,14 @@ def live_check(plan: LivePlan, say: Callable[[str], None]) -> LiveResult:
             trace, said = _trace(plan, limits, scheduler, model.model)
             say(f"predicting {len(trace)} requests over {trace.span_s:.0f} s")
             predicted = simulate(trace, scheduler, model)
+            ahead = bands(
+                trace,
+                scheduler,
+                model.model,
+                StepErrors.of(calibration.quality),
+                numbers,
+                plan.draws,
+            )
             about = {"model": spec.name, "gpu": gpu.name, **started}
             provenance = {
                 "trace": {"name": trace.source.name, "format": trace.source.format},
@@ -144,7 +155,7 @@ def live_check(plan: LivePlan, say: Callable[[str], None]) -> LiveResult:
         provenance={"trace": provenance["trace"], "step_model": model.provenance},
         assumptions=(*trace.assumptions, *said, *model.assumptions),
     )
-    return _judge(plan, trace, scheduler, model, predicted, measured, hello, started, on_cpu)
+    return _judge(plan, trace, scheduler, model, predicted, ahead, measured, hello, started, on_cpu)
 
 
 def _judge(
@@ -153,6 +164,7 @@ def _judge(
     scheduler: Any,
     model: LoadedStepModel,
     predicted: Run,
+    ahead: dict[tuple[str, str], Band],
     measured: list[Measured],
     hello: dict[str, Any],
     started: dict[str, Any],
@@ -170,7 +182,7 @@ def _judge(
             f"{plan.repeats} repeats say little about the noise: at least {LEAST_REPEATS} are needed"
         )
     check = SpotCheck(
-        cells=compare(predicted, runs),
+        cells=compare(ahead, runs),
         complaints=complaints,
         step_error=step_error(model.model, measured),
         facts={

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from vsim.calibrate.design import Limits, serving_trace
+from vsim.calibrate.ensemble import Band
 from vsim.errors import UserError
 from vsim.models.artifact import Calibration
 from vsim.models.engine_steps import for_other_model
@@ -32,6 +33,7 @@ class Cell:
     statistic: str
     predicted: float
     measured: tuple[float, ...]  # one a repeat
+    interval: tuple[float, float] | None = None  # of the prediction, 90 %
 
     @property
     def median(self) -> float:
@@ -52,6 +54,13 @@ class Cell:
         return min(self.measured) <= self.predicted <= max(self.measured)
 
     @property
+    def inside_interval(self) -> bool | None:
+        """Does the prediction's own interval hold what was measured?"""
+        if self.interval is None:
+            return None
+        return self.interval[0] <= self.median <= self.interval[1]
+
+    @property
     def verdict(self) -> str:
         if self.inside_noise:
             return "inside the noise"
@@ -65,6 +74,8 @@ class Cell:
             "measured": list(self.measured),
             "error_pct": self.error_pct,
             "spread_pct": self.spread_pct,
+            "interval": None if self.interval is None else list(self.interval),
+            "inside_interval": self.inside_interval,
             "verdict": self.verdict,
         }
 
@@ -89,10 +100,12 @@ class SpotCheck:
         error: dict[str, dict[str, float]] = {}
         for cell in self.cells:
             error.setdefault(cell.metric, {})[cell.statistic] = round(cell.error_pct, 4)
+        held = [cell.inside_interval for cell in self.cells if cell.inside_interval is not None]
         return {
             "schema": "vsim/spot-check/1",
             "passed": self.passed,
             "error_pct": error,
+            "interval_coverage": round(sum(held) / len(held), 4) if held else None,
             "cells": [cell.to_json() for cell in self.cells],
             "step_error": self.step_error,
             "complaints": self.complaints,
@@ -262,12 +275,11 @@ def numbers(run: Run) -> dict[tuple[str, str], float]:
     return found
 
 
-def compare(predicted: Run, measured: Sequence[Run]) -> list[Cell]:
+def compare(predicted: Mapping[tuple[str, str], Band], measured: Sequence[Run]) -> list[Cell]:
     """Each number of the prediction beside those of the repeats."""
-    ours = numbers(predicted)
     theirs = [numbers(run) for run in measured]
     return [
-        Cell(metric, statistic, value, tuple(one[metric, statistic] for one in theirs))
-        for (metric, statistic), value in ours.items()
-        if all((metric, statistic) in one for one in theirs)
+        Cell(*key, band.median, tuple(one[key] for one in theirs), (band.low, band.high))
+        for key, band in predicted.items()
+        if all(key in one for one in theirs)
     ]

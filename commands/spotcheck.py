@@ -111,6 +111,13 @@ ENGINE_FLAGS = (
     help="cpu: count the engine's CPU time only, for hosts that others use too.",
 )
 @click.option(
+    "--draws",
+    type=click.IntRange(1, 1000),
+    default=15,
+    show_default=True,
+    help="Simulations with the step times' own errors, for the prediction and its interval each.",
+)
+@click.option(
     "--vllm-python",
     help="A Python that has vLLM; default: $VSIM_VLLM_PYTHON, .venvs/vllm-*, this one.",
 )
@@ -141,6 +148,7 @@ def spotcheck(
     threads: int,
     kv_cache_gib: float,
     clock: str,
+    draws: int,
     vllm_python: str | None,
     json_file: Path | None,
     out: Path | None,
@@ -177,6 +185,7 @@ def spotcheck(
         threads=threads,
         kv_cache_gib=kv_cache_gib,
         clock=clock,
+        draws=draws,
         vllm_python=vllm_python,
         engine_flags=values,
     )
@@ -239,17 +248,22 @@ def describe(check: Any) -> str:
         f"{facts['vllm_version']}, {facts['model']}, block size {facts['block_size']}, "
         f"{facts['num_gpu_blocks']} blocks",
         "",
-        f"{'metric':<20}{'':<6}{'predicted':>12}{'measured':>12}{'error':>9}{'repeats':>9}  verdict",
+        f"{'metric':<20}{'':<6}{'predicted':>11}{'90 % of it':>20}{'measured':>11}{'error':>9}{'repeats':>9}"
+        "  verdict",
     ]
     for cell in check.cells:
+        low, high = cell.interval or (cell.predicted, cell.predicted)
+        band = f"{low:.4g} to {high:.4g}"
         lines.append(
-            f"{cell.metric:<20}{cell.statistic:<6}{cell.predicted:>12.3f}{cell.median:>12.3f}"
+            f"{cell.metric:<20}{cell.statistic:<6}{cell.predicted:>11.3f}{band:>20}{cell.median:>11.3f}"
             f"{cell.error_pct:>+8.2f}%{cell.spread_pct:>8.2f}%  {cell.verdict}"
         )
+    held = [cell.inside_interval for cell in check.cells if cell.inside_interval is not None]
     preempted = facts["preemptions"]
     lines += [
         "",
         "latencies in ms, throughput per second; measured: median of the repeats; repeats: their spread",
+        f"the prediction's 90 % interval holds the measured value in {sum(map(bool, held))} of {len(held)} rows",
         f"preemptions: predicted {preempted['predicted']}, measured {', '.join(map(str, preempted['measured']))}",
     ]
     if check.step_error:

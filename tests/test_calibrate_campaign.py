@@ -151,6 +151,7 @@ def spot(profile: Path, **changes: object) -> LivePlan:
         profile=profile,
         requests=60,
         load=0.8,
+        draws=2,
         block_size=32,
         engine_flags={"num_gpu_blocks_override": 60, "max_num_seqs": 32},
     )
@@ -272,7 +273,17 @@ def test_commands_end_to_end(machine: type[FakeWorker], tmp_path: Path) -> None:
     again = runner.invoke(vsim, [*arguments, "--refit", "--json"], catch_exceptions=False)
     assert json.loads(again.stdout)["samples"] > 30
     check = [
-        *("spotcheck", "--profile", str(out), "--requests", "40", "--block-size", "32"),
+        *(
+            "spotcheck",
+            "--profile",
+            str(out),
+            "--requests",
+            "40",
+            "--block-size",
+            "32",
+            "--draws",
+            "2",
+        ),
         *("--num-gpu-blocks-override", "60", "--json", str(tmp_path / "s.json")),
         *("--out", str(tmp_path / "runs")),
     ]
