@@ -153,22 +153,30 @@ class _Labels:
         self._edges = edges
         self._labels = labels
         self._count = count
-        width = np.diff(edges)
-        one_hot = labels[:-1, None] == np.arange(count)
-        zero = np.zeros((1, count), dtype=np.int64)
-        self._total = np.concatenate([zero, np.cumsum(one_hot * width[:, None], axis=0)])
 
     def between(self, start: Int64Array, end: Int64Array) -> Int64Array:
         """ns of each label from `start` to `end`, shape (k, count); rows sum to end − start exactly."""
-        return self._until(np.maximum(start, end)) - self._until(start)
-
-    def _until(self, when: Int64Array) -> Int64Array:
-        segment = np.searchsorted(self._edges, when, side="right") - 1
-        known = np.maximum(segment, 0)
-        result: Int64Array = self._total[known].copy()
-        label = np.where(segment < 0, self._count - 1, self._labels[known])
-        np.add.at(result, (np.arange(len(when)), label), when - self._edges[known])
+        end = np.maximum(start, end)
+        result = np.empty((len(start), self._count), dtype=np.int64)
+        places = [np.searchsorted(self._edges, when, side="right") - 1 for when in (start, end)]
+        width = np.diff(self._edges)
+        for label in range(self._count):  # one at a time: a run may have millions of steps
+            total = np.concatenate([[0], np.cumsum(np.where(self._labels[:-1] == label, width, 0))])
+            low, high = (
+                self._until(label, total, when, place)
+                for when, place in zip((start, end), places, strict=True)
+            )
+            result[:, label] = high - low
         return result
+
+    def _until(
+        self, label: int, total: Int64Array, when: Int64Array, segment: Int64Array
+    ) -> Int64Array:
+        """ns of `label` from the first edge (negative: before it) until each of `when`."""
+        known = np.maximum(segment, 0)
+        current = np.where(segment < 0, self._count - 1, self._labels[known])
+        inside = np.where(current == label, when - self._edges[known], 0)
+        return np.asarray(total[known] + inside, dtype=np.int64)
 
 
 class _Spans:

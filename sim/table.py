@@ -90,12 +90,15 @@ def _latency_table(s: Mapping[str, Any]) -> list[str]:
     metrics.append(("queue_time", "Queue"))
     if "mean_client_queue_time_ms" in s:
         metrics.append(("client_queue_time", "Client Q"))
-    cells = {
-        (name, which): _fixed(s.get(f"{which}_{name}_ms"))
-        for name, _ in metrics
-        for which in statistics
-    }
-    width = max(10, *(len(cell) + 1 for cell in cells.values()))
+    for decimals in (2, 1, 0):
+        cells = {
+            (name, which): _fixed(s.get(f"{which}_{name}_ms"), decimals)
+            for name, _ in metrics
+            for which in statistics
+        }
+        width = max(10 if decimals else 8, *(len(cell) + 1 for cell in cells.values()))
+        if width * len(statistics) <= 80 - 9:
+            break
     per_table = max(1, (80 - 9) // width)
     for first in range(0, len(statistics), per_table):
         shown = statistics[first : first + per_table]
@@ -169,8 +172,8 @@ def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, subsequent_indent="    ")
 
 
-def _fixed(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.2f}"
+def _fixed(value: float | None, decimals: int = 2) -> str:
+    return "–" if value is None else f"{value:,.{decimals}f}"
 
 
 def _tenth(value: float | None) -> str:

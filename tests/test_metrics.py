@@ -261,6 +261,14 @@ def test_the_table_is_plain_text_in_80_columns(percentiles: tuple[float, ...]) -
         assert words in text
 
 
+def test_hours_of_latency_still_fit_one_table() -> None:
+    run = random_run(100)
+    run.requests["finish_ns"][:] += 10**13
+    lines = render_table(summarize(run)).splitlines()
+    assert sum(line.lstrip().startswith("mean ") for line in lines) == 1
+    assert max(len(line) for line in lines) <= 80
+
+
 def test_a_large_run_is_summarised_at_once() -> None:
     run = random_run(100_000, 200_000)
     began = time.perf_counter()

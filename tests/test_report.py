@@ -119,6 +119,13 @@ def test_error_bars_stand_beside_the_numbers_they_belong_to() -> None:
         with_intervals(summarize(run), {"p95_ttft_ms": (2.0, 1.0)}, 0.9, "")
 
 
+def test_the_page_accounts_for_the_time_of_all_and_of_the_slowest() -> None:
+    run = random_run(200, 500)
+    words = Tags(page(run)).words
+    assert "Where the time went" in words and "decode, in steps that only decode" in words
+    assert "Where the time went" not in page(random_run(5, 5))  # no tail of five
+
+
 def test_a_fleet_has_a_table_of_its_replicas() -> None:
     run = random_run(100, 300)
     assert "Replicas" not in page(run)
