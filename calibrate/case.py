@@ -299,7 +299,9 @@ def _model(engine: dict[str, Any]) -> ModelSpec:
             raise UserError(
                 f"engine.json: model {name!r} is not in the catalogue and there is no hf_config"
             ) from None
-        return spec_from_config(config, name, where="engine.json hf_config")
+        # Only sizes matter here; a shortened config need not say how long a context the model takes.
+        length = {"max_position_embeddings": int(engine.get("max_model_len") or 131_072)}
+        return spec_from_config(length | config, name, where="engine.json hf_config")
 
 
 def _scheduler(
@@ -307,9 +309,6 @@ def _scheduler(
 ) -> tuple[SchedulerConfig, tuple[str, ...]]:
     version = str(engine.get("vllm_version") or "0.32.0").split("+")[0].removeprefix("v")
     flags = {name: engine[name] for name in FLAGS if engine.get(name) is not None}
-    flags.pop("data_parallel_size", None)
-    if not flags.get("enable_expert_parallel"):
-        flags.pop("enable_expert_parallel", None)
     blocks = engine.get("num_gpu_blocks")
     said: list[str] = []
     if gpu is None:

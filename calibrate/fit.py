@@ -42,6 +42,7 @@ class Fit:
     conflicts: int
     residual_p50: float  # median |residual| of the equations, in units of their noise
     trail: tuple[dict[str, float], ...] = field(default=())  # coefficients after each round
+    covariance: tuple[tuple[float, ...], ...] = ()  # of the coefficients, in the order of TERMS
 
 
 @dataclass(slots=True)
@@ -75,6 +76,7 @@ def fit_first(
     trail = []
     used = requests = conflicts = 0
     residual = 0.0
+    covariance: tuple[tuple[float, ...], ...] = ()
     for turn in range(ROUNDS):
         progress(f"fit: round {turn + 1} of {ROUNDS}")
         model = CorrectedStepModel(prior, coefficients)
@@ -86,30 +88,43 @@ def fit_first(
         sigma = np.array([*near.sigma, *whole.sigma])
         if len(goal) == 0:
             break
-        solution, residual = robust_ridge(matrix, goal, sigma, widths)
+        solution, residual, spread = robust_ridge(matrix, goal, sigma, widths)
+        covariance = tuple(tuple(row) for row in spread.tolist())
         coefficients = Coefficients(**dict(zip(TERMS, solution.tolist(), strict=True)))
         trail.append(dict(zip(TERMS, solution.tolist(), strict=True)))
-    return Fit(coefficients, frontend_s, visible, used, requests, conflicts, residual, tuple(trail))
+    return Fit(
+        coefficients,
+        frontend_s,
+        visible,
+        used,
+        requests,
+        conflicts,
+        residual,
+        tuple(trail),
+        covariance,
+    )
 
 
 def robust_ridge(
     matrix: FloatArray, goal: FloatArray, sigma: FloatArray, widths: FloatArray
-) -> tuple[FloatArray, float]:
-    """(x, median |residual| / sigma): least squares on `matrix` x = `goal` with Huber weights.
+) -> tuple[FloatArray, float, FloatArray]:
+    """(x, median |residual| / sigma, covariance of x): least squares on `matrix` x = `goal` with Huber weights.
 
     `sigma`: noise of each equation, shape (m,); `widths`: standard deviation of each x around zero.
     """
     weights = np.ones(len(goal))
     pull = np.diag(1 / widths)
     solution = np.zeros(len(widths))
-    residual = np.zeros(len(goal))
+    residual: FloatArray = np.zeros(len(goal))
     for _ in range(20):
         a = np.vstack([matrix * (weights / sigma)[:, None], pull])
         b = np.concatenate([goal * weights / sigma, np.zeros(len(widths))])
-        solution = np.linalg.lstsq(a, b, rcond=None)[0]
+        solution = np.linalg.lstsq(a, b, rcond=None)[0].astype(np.float64)
         residual = np.abs(goal - matrix @ solution) / sigma
         weights = np.sqrt(np.minimum(1.0, HUBER_K / np.maximum(residual, 1e-12)))
-    return solution, float(np.median(residual))
+    a = np.vstack([matrix * (weights / sigma)[:, None], pull])
+    covariance = np.linalg.pinv(a.T @ a).astype(np.float64)
+    return solution, float(np.median(residual)), covariance
 
 
 def _terms(shapes: Sequence[StepShape]) -> tuple[float, ...]:

@@ -203,16 +203,23 @@ def _head(path: Path, digest: Callable[[bytes], None]) -> dict[int, float]:
 
 
 def _experts(path: Path, digest: Callable[[bytes], None]) -> list[list[Any]]:
-    """[[tokens, [activated experts, ...], [us, ...]], ...], ascending."""
-    cells: dict[int, dict[int, float]] = {}
-    for line, row in enumerate(_rows(path, ("tokens", "activated_experts", "time_us"), digest), 2):
-        tokens, experts, us = (_number(path, line, text) for text in row)
-        cells.setdefault(int(tokens), {})[int(experts)] = us
+    """[[tokens, [activated experts, ...], [us, ...]], ...], ascending.
+
+    Where the table has an `ep` column, the rows of a lone GPU (ep 1) are taken, else those of the fewest
+    ranks: `ExpertTable` does the sharing.
+    """
+    columns = ("tokens", "activated_experts", "time_us")
+    shared = "ep" in path.read_text(encoding="utf-8", errors="replace").split("\n", 1)[0].split(",")
+    cells: dict[int, dict[int, dict[int, float]]] = {}
+    for line, row in enumerate(_rows(path, (*columns, "ep") if shared else columns, digest), 2):
+        tokens, experts, us, *ranks = (_number(path, line, text) for text in row)
+        table = cells.setdefault(int(ranks[0]) if ranks else 1, {})
+        table.setdefault(int(tokens), {})[int(experts)] = us
     if not cells:
         raise UserError(f"{path.name} has no rows")
     return [
         [tokens, sorted(row), [round(row[e], 3) for e in sorted(row)]]
-        for tokens, row in sorted(cells.items())
+        for tokens, row in sorted(cells[min(cells)].items())
     ]
 
 

@@ -17,6 +17,8 @@ from vsim.errors import UserError
 from vsim.models.artifact import Calibration
 from vsim.models.correction import CorrectedStepModel
 from vsim.models.load import LoadedStepModel
+from vsim.models.step import StepModel
+from vsim.models.uncertainty import draw, uncertainty_of
 from vsim.sim.lockstep import LockstepRun
 
 FloatArray = npt.NDArray[np.float64]
@@ -58,6 +60,9 @@ class Validation:
     correction: dict[str, Any] = field(default_factory=dict)
     preemptions: int = 0
     assumptions: tuple[str, ...] = ()
+    # metric -> cell -> (low, high) seconds of the 90 % interval; empty where none were asked for
+    intervals: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
+    coverage: float | None = None  # share of the cells whose measured value lies in its interval
 
     def as_json(self) -> dict[str, Any]:
         metrics = {name: asdict(distance) for name, distance in self.metrics.items()}
@@ -76,6 +81,8 @@ class Validation:
             "per_request_error_pct": {name: d["per_request_pct"] for name, d in metrics.items()},
             "ks_distance": {name: d["ks"] for name, d in metrics.items()},
             "output_throughput": self.throughput,
+            "interval_90_s": self.intervals,
+            "interval_coverage": self.coverage,
             "preemptions": self.preemptions,
             "step_model": self.step_model,
             "correction": self.correction,
@@ -112,10 +119,14 @@ def validate(
     loaded: LoadedStepModel,
     visible: int,
     progress: Callable[[str], None] = lambda _: None,
+    draws: int = 0,
+    seed: int = 0,
 ) -> Outcome:
     """Predict `case` and score it; with `visible` > 0 learn a correction from its first requests first.
 
-    Learning uses requests 0 .. visible - 1, scoring the others. Raises UserError if none are left.
+    Learning uses requests 0 .. visible - 1, scoring the others. With `draws` > 1 each cell gets a 90 %
+    interval from as many predictions with step models that are wrong by as much as this one may be.
+    Raises UserError if no request is left to score.
     """
     n = len(case.trace)
     if visible >= n:
@@ -136,6 +147,8 @@ def validate(
     mask = np.zeros(n, dtype=bool)
     mask[visible:] = True
     served = run.finish_ns >= 0
+    intervals = _intervals(case, model, calibration, frontend_s, mask, draws, seed, progress)
+    metrics = _distances(case, run, mask & served)
     assumptions = [*case.assumptions, *said, *counted.assumptions]
     if case.ranks > 1:
         assumptions.append(
@@ -151,7 +164,9 @@ def validate(
         fit=f"first:{visible}" if visible else "none",
         scored=int((mask & served).sum()),
         unscored=int((mask & ~served).sum()),
-        metrics=_distances(case, run, mask & served),
+        metrics=metrics,
+        intervals=intervals,
+        coverage=_coverage(metrics, intervals),
         throughput=_throughput(case, run, mask & served),
         peer=_peer(case, mask),
         peer_published=_peer_published(case),
@@ -178,6 +193,7 @@ def corrected(prior: Calibration, fit: Fit, case: Case) -> Calibration:
             "samples": fit.intervals + fit.requests,
             "held_out": len(case.trace) - fit.visible,
             "stamp_conflicts": fit.conflicts,
+            "coefficient_covariance": [list(row) for row in fit.covariance],
         },
         provenance={**prior.provenance, "label": label, "corrected_from": case.name},
     )
@@ -261,6 +277,50 @@ def _distances(case: Case, run: LockstepRun, mask: npt.NDArray[np.bool_]) -> dic
             ks=ks_distance(p, m),
         )
     return result
+
+
+def _intervals(
+    case: Case,
+    model: StepModel,
+    calibration: Calibration,
+    frontend_s: float,
+    mask: npt.NDArray[np.bool_],
+    draws: int,
+    seed: int,
+    progress: Callable[[str], None],
+) -> dict[str, dict[str, tuple[float, float]]]:
+    """metric -> cell -> 90 % interval in seconds: mean of the draws -+ 1.645 of their standard deviations."""
+    if draws < 2:
+        return {}
+    rng = np.random.default_rng(seed)
+    uncertainty = uncertainty_of(calibration)
+    seen: dict[str, list[list[float]]] = {name: [] for name in METRICS}
+    for turn in range(draws):
+        progress(f"intervals: prediction {turn + 1} of {draws}")
+        run = predict(case, draw(model, uncertainty, rng), frontend_s)
+        for name, values in latencies_s(case, run).items():
+            seen[name].append(list(cells(values[mask]).values()))
+    result = {}
+    for name, rows in seen.items():
+        # Latencies scale, so the logarithm is the nearer to normal.
+        logs = np.log(np.maximum(np.array(rows), 1e-12))
+        middle, spread = logs.mean(axis=0), 1.645 * logs.std(axis=0, ddof=1)
+        bounds = zip(
+            np.exp(middle - spread).tolist(), np.exp(middle + spread).tolist(), strict=True
+        )
+        result[name] = dict(zip(CELLS, bounds, strict=True))
+    return result
+
+
+def _coverage(
+    metrics: dict[str, Distance], intervals: dict[str, dict[str, tuple[float, float]]]
+) -> float | None:
+    inside = [
+        low <= metrics[name].measured_s[cell] <= high
+        for name, bounds in intervals.items()
+        for cell, (low, high) in bounds.items()
+    ]
+    return sum(inside) / len(inside) if inside else None
 
 
 def ks_distance(a: FloatArray, b: FloatArray) -> float:

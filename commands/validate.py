@@ -29,6 +29,14 @@ if TYPE_CHECKING:
     "--json", "json_path", type=click.Path(path_type=Path), help="Write the result as JSON."
 )
 @click.option(
+    "--intervals",
+    "draws",
+    type=click.IntRange(0, 1000),
+    default=0,
+    help="Predictions behind a 90 % interval of each cell, e.g. 10; 0: none.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the intervals' draws.")
+@click.option(
     "--save-profile",
     type=click.Path(path_type=Path),
     help="With --fit: write the corrected profile, for `vsim replay --profile`.",
@@ -38,6 +46,8 @@ def validate(
     profile: str | None,
     fit_text: str,
     json_path: Path | None,
+    draws: int,
+    seed: int,
     save_profile: Path | None,
 ) -> None:
     """Predict the run in CASE_DIR and print the error beside the peer's.
@@ -62,7 +72,7 @@ def validate(
             raise UserError(f"the folder of {path} does not exist")
     case = read_case(case_dir)
     loaded = case.step_model(profile)
-    outcome = run(case, loaded, visible, _progress)
+    outcome = run(case, loaded, visible, _progress, draws, seed)
     click.echo(table(outcome.validation))
     if save_profile is not None:
         write_calibration(outcome.calibration, save_profile)
@@ -96,6 +106,10 @@ def table(result: Validation) -> str:
             lines.append(f"{'  peer':12}{row}")
         row = "".join(_duration(distance.measured_s[cell]) for cell in CELLS)
         lines.append(f"{'  measured':12}{row}")
+        if name in result.intervals:
+            bounds = result.intervals[name]
+            for word, side in (("  90 % from", 0), ("  90 % to", 1)):
+                lines.append(f"{word:12}" + "".join(_duration(bounds[c][side]) for c in CELLS))
     lines += [
         "",
         f"output throughput {result.throughput['predicted']:.1f} tokens/s, measured "
@@ -107,6 +121,8 @@ def table(result: Validation) -> str:
             f"{name.upper():4} by request: |error| mean {by['mean_abs']:.2f} %, median {by['median_abs']:.2f} %, "
             f"p90 {by['p90_abs']:.2f} %; KS distance {distance.ks:.3f}"
         )
+    if result.coverage is not None:
+        lines.append(f"{result.coverage:.0%} of the 90 % intervals hold the measured value")
     if result.peer:
         lines.append("peer: the same requests and clock, from the prediction that the case carries")
     if result.unscored:

@@ -142,7 +142,7 @@ def test_outliers_hardly_move_the_robust_fit() -> None:
     x = np.linspace(1, 2, 50)[:, None]
     y = 3 * x[:, 0]
     y[::10] += 100
-    solution, _ = robust_ridge(x, y, np.full(50, 0.01), np.array([10.0]))
+    solution, _, _ = robust_ridge(x, y, np.full(50, 0.01), np.array([10.0]))
     assert solution[0] == pytest.approx(3, rel=0.01)
 
 
@@ -225,6 +225,21 @@ def test_experts_shared_by_two_replicas_step_together(tmp_path: Path) -> None:
     result = validate(case, case.step_model(None), 25).validation
     assert abs(result.metrics["e2e"].error_pct["mean"]) < 2
     assert any("data-parallel ranks step together" in sentence for sentence in result.assumptions)
+
+
+def test_intervals_hold_the_truth_and_narrow_with_what_was_learned(dense: Any) -> None:
+    blind = validate(dense, dense.step_model(None), 0, draws=6).validation
+    fitted = validate(dense, dense.step_model(None), 30, draws=6).validation
+
+    def width(result: Any) -> float:
+        low, high = result.intervals["e2e"]["mean"]
+        return (high - low) / result.metrics["e2e"].predicted_s["mean"]
+
+    assert width(fitted) < width(blind)
+    low, high = fitted.intervals["e2e"]["mean"]
+    assert low < fitted.metrics["e2e"].predicted_s["mean"] < high
+    again = validate(dense, dense.step_model(None), 0, draws=6).validation
+    assert again.intervals == blind.intervals  # same seed, same numbers
 
 
 # --- the handed cases -----------------------------------------------------------------------------------
