@@ -5,11 +5,15 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from vsim.errors import UserError
+
+if TYPE_CHECKING:
+    from vsim.models.hardware import Gpu
+    from vsim.models.model_spec import ModelSpec
 
 # Flags that change what a step costs, passed on to vLLM as they are.
 ENGINE_FLAGS = (
@@ -101,6 +105,12 @@ ENGINE_FLAGS = (
 @click.option(
     "--refit", is_flag=True, help="Measure nothing: fit the samples that are there again."
 )
+@click.option(
+    "--from-tables",
+    "tables",
+    type=click.Path(path_type=Path),
+    help="Measure nothing: make the artifact from a folder of layerwise tables (meta.yaml, tp<N>/*.csv).",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the artifact's quality as JSON.")
 def calibrate(
     gpu: str,
@@ -115,6 +125,7 @@ def calibrate(
     temperature: float,
     vllm_python: str | None,
     refit: bool,
+    tables: Path | None,
     as_json: bool,
     **flags: Any,
 ) -> None:
@@ -138,6 +149,9 @@ def calibrate(
         raise UserError(f"--out {target} must end in .json: the artifact is a JSON file")
     if not target.parent.is_dir():
         raise UserError(f"--out {target}: the folder {target.parent} does not exist")
+    if tables is not None:
+        _from_tables(tables, device, spec, tensor_parallel_size, target, as_json)
+        return
     plan = Plan(
         gpu=device,
         model=model,
@@ -184,6 +198,44 @@ def calibrate(
             "interrupted: what was measured is kept and fitted; the same command goes on", err=True
         )
         raise click.exceptions.Exit(130)
+
+
+def _from_tables(
+    tables: Path, gpu: Gpu, model: ModelSpec, tensor_parallel_size: int, target: Path, as_json: bool
+) -> None:
+    """`--from-tables`: an artifact of kind "tables", refused if they were measured on something else."""
+    import json
+
+    from vsim.calibrate.from_tables import from_tables
+    from vsim.commands.profiles import describe as describe_profile
+    from vsim.models.artifact import write_calibration
+    from vsim.models.links import link_figures
+    from vsim.models.load import mismatch
+
+    if not tables.is_dir():
+        raise UserError(f"--from-tables {tables}: no such folder")
+    moe = model.moe
+    calibration = from_tables(
+        tables,
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        tensor_parallel_size=tensor_parallel_size,
+        num_experts=moe.num_experts if moe else 0,
+        experts_per_token=moe.experts_per_token if moe else 0,
+        link=link_figures(gpu),
+        source=tables.name,
+    )
+    wrong = mismatch(calibration, gpu, model, tensor_parallel_size)
+    if wrong:
+        raise UserError(f"--from-tables {tables}: {wrong}")
+    write_calibration(calibration, target)
+    if as_json:
+        click.echo(json.dumps({**calibration.quality, "artifact": target.name, "warning": None}))
+    else:
+        click.echo(describe_profile(target.stem, calibration))
+        click.echo(
+            f"written: {target.name} (use it with: vsim replay TRACE --profile {target.name})"
+        )
 
 
 def parse_block_sizes(text: str) -> tuple[int, ...]:

@@ -161,7 +161,7 @@ def load_step_model(
     context = context or StepContext()
     if profile is not None:
         name, calibration = read_profile(profile)
-        wrong = _mismatch(calibration, gpu, model, tensor_parallel_size)
+        wrong = mismatch(calibration, gpu, model, tensor_parallel_size)
         if wrong:
             raise UserError(f"profile {name} does not fit this deployment: {wrong}")
         note = (
@@ -176,7 +176,7 @@ def load_step_model(
     if weight_bytes_per_param == 2.0 and kv_bytes_per_element == 2.0:
         for name, path in bundled_profiles():
             calibration = read_calibration(path)
-            if not _mismatch(calibration, gpu, model, tensor_parallel_size):
+            if not mismatch(calibration, gpu, model, tensor_parallel_size):
                 return LoadedStepModel(calibration.step_model(context), calibration, name)
     calibration = Calibration(
         kind="roofline",
@@ -193,7 +193,7 @@ def load_step_model(
     return LoadedStepModel(calibration.step_model(context), calibration, LABEL)
 
 
-def _mismatch(
+def mismatch(
     calibration: Calibration, gpu: Gpu | None, model: ModelSpec | None, tensor_parallel_size: int
 ) -> str | None:
     """Why the profile is not one of this deployment; None: it is, or does not say."""

@@ -270,3 +270,27 @@ def test_experts_come_from_their_own_table(profile: Path) -> None:
         calibration.step_model(StepContext()).device_seconds(decodes(n, 16)) for n in (1, 64)
     )
     assert many - few > 32 * 10e-6 * (0.8 * 64 - 2)
+
+
+def test_calibrate_makes_an_artifact_of_tables_and_refuses_those_of_another_gpu(
+    tmp_path: Path,
+) -> None:
+    from click.testing import CliRunner
+
+    from vsim.commands.calibrate import calibrate
+
+    folder = str(CASES / "rtx4090-llama-3.1-8b" / "profile")
+
+    def run(gpu: str, out: Path) -> None:
+        arguments = ["--gpu", gpu, "--model", "meta-llama/Llama-3.1-8B", "--from-tables", folder]
+        done = CliRunner().invoke(
+            calibrate, [*arguments, "--out", str(out)], catch_exceptions=False
+        )
+        assert done.exit_code == 0
+
+    run("rtx4090", tmp_path / "mine.json")
+    made = load_step_model(tmp_path / "mine.json").model
+    assert made.device_seconds(decodes(9, 500)) == RTX4090.device_seconds(decodes(9, 500))
+    with pytest.raises(UserError, match=r"RTX 4090.*A100"):
+        run("a100", tmp_path / "other.json")
+    assert not (tmp_path / "other.json").exists()
