@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vsim.traces.burstiness import autocorrelation, counts, hurst, index_of_dispersion
+from vsim.traces.burstiness import autocorrelation, counts, dispersion, hurst, index_of_dispersion
 from vsim.traces.export import write_as
 from vsim.traces.facts import facts, rank_correlation
 from vsim.traces.facts_html import page
@@ -91,6 +91,23 @@ def test_facts_are_json_without_nan_for_any_small_trace() -> None:
         found = facts(trace)
         json.loads(json.dumps(found, allow_nan=False))
         assert text(found) and page(found)
+
+
+def test_a_trace_that_spans_a_century_fits_in_memory() -> None:
+    trace = Trace.of([0, 3e9], [5, 6], [1, 1])
+    found = facts(trace)
+    assert found["rate"]["peak_1s_per_s"] == 1
+    assert len(found["rate"]["over_time"]["requests"]) < 200
+    assert text(found) and page(found)
+
+
+def test_dispersion_counts_empty_windows_without_laying_them_out() -> None:
+    rng = np.random.default_rng(0)
+    ns = np.sort(rng.integers(0, 500 * 10**9, 300))
+    for window in (1, 10, 60):
+        value, top = dispersion(ns, window)
+        assert value == pytest.approx(index_of_dispersion(counts(ns, window)))
+        assert top == counts(ns, window).max()
 
 
 def test_the_azure_page_says_what_the_file_holds() -> None:

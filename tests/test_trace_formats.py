@@ -227,3 +227,17 @@ def test_spans_of_the_sdk_with_vllms_older_names(tmp_path: Path) -> None:
     trace = read_text(tmp_path, json.dumps(row) + "\n")
     assert (trace.prompt_tokens[0], trace.output_tokens[0]) == (5, 6)
     assert trace.request(0).max_tokens == 9
+
+
+def test_several_appended_results_are_refused(tmp_path: Path) -> None:
+    one = json.dumps(json.loads(bench(input_lens=[10], output_lens=[1])))
+    with pytest.raises(UserError, match="holds 2 results"):
+        read_text(tmp_path, f"{one}\n{one}")
+
+
+def test_a_pipe_is_refused_and_does_not_hang(tmp_path: Path) -> None:
+    import os
+
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="no regular file"):
+        read_trace(tmp_path / "pipe")

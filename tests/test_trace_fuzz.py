@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from vsim.errors import UserError
 from vsim.traces.readers import FORMATS, read_trace
 from vsim.traces.trace import Trace
+from vsim.traces.write import write_trace
 
 DATA = Path(__file__).parent / "data" / "traces"
 SAMPLES = sorted(path for path in DATA.rglob("*.*") if path.name != "README.md")
@@ -245,3 +246,58 @@ def test_damaged_compression(place: int, byte: int) -> None:
         data[place % len(data)] = byte
         reads_or_says_why(bytes(data))
         reads_or_says_why(bytes(data[:place]))
+
+
+def parquet_sample() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "t.parquet"
+        write_trace(read_trace(DATA / "mooncake_conversation_head.jsonl"), path)
+        return path.read_bytes()
+
+
+PARQUET = parquet_sample()
+
+
+@BOUNDED
+@given(
+    st.lists(st.tuples(st.integers(0, 10**6), st.binary(min_size=1, max_size=4)), max_size=4),
+    options,
+)
+def test_damaged_parquet(edits: list[tuple[int, bytes]], chosen: dict[str, object]) -> None:
+    data = bytearray(PARQUET)
+    for place, new in edits:
+        at = place % len(data)
+        data[at : at + len(new)] = new[: len(data) - at]
+    reads_or_says_why(bytes(data), **chosen)
+    reads_or_says_why(bytes(data[: len(data) // 2]), **chosen)
+
+
+ODD_VALUES = st.one_of(
+    st.none(),
+    st.integers(-5, 2**62),
+    st.floats(),
+    st.text(max_size=3),
+    st.booleans(),
+    st.lists(st.integers(0, 9), max_size=2),
+)
+COLUMNS = ("timestamp", "timestamp_ns", "input_tokens", "output_tokens", "max_tokens", "priority", "tenant", "session",
+           "status", "aborted", "after", "think_ns", "hash_ids")  # fmt: skip
+
+
+@BOUNDED
+@given(st.data(), options)
+def test_parquet_with_odd_columns(data: st.DataObject, chosen: dict[str, object]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = data.draw(st.integers(0, 3))
+    columns = {}
+    for name in data.draw(st.lists(st.sampled_from(COLUMNS), unique=True, max_size=8)):
+        values = data.draw(st.lists(ODD_VALUES, min_size=rows, max_size=rows))
+        try:
+            columns[name] = pa.array(values)
+        except (pa.ArrowException, OverflowError, TypeError):
+            columns[name] = pa.array([1] * rows)
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table(columns), sink)
+    reads_or_says_why(sink.getvalue().to_pybytes(), **chosen)

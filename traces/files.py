@@ -36,11 +36,17 @@ class TraceFile:
 
     def sha256(self) -> str:
         """Hash of the file as it lies on disk."""
-        with self.path.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
+        try:
+            with self.path.open("rb") as stream:
+                return hashlib.file_digest(stream, "sha256").hexdigest()
+        except OSError as error:
+            raise UserError(f"{self.name}: can't be read: {error.strerror or error}") from None
 
     def open(self) -> IO[bytes]:
-        raw = self.path.open("rb")
+        try:
+            raw = self.path.open("rb")
+        except OSError as error:
+            raise UserError(f"{self.name}: can't be read: {error.strerror or error}") from None
         if self.compression == "gzip":
             return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
         if self.compression == "zstd":
@@ -150,6 +156,9 @@ def open_trace_file(path: str | Path, max_bytes: int | None = None) -> TraceFile
             raise UserError(f"{path}: is a folder; name a trace file")
         if not path.exists():
             raise UserError(f"{path}: no such file")
+        if not path.is_file():
+            # A pipe can be read only once (and may never end); reading looks at the beginning first.
+            raise UserError(f"{path}: is no regular file; save it to one first")
         with path.open("rb") as stream:
             magic = stream.read(8)
     except UserError:

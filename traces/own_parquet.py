@@ -15,6 +15,8 @@ from vsim.traces.outcome import is_aborted
 from vsim.traces.own_jsonl import SCHEMA, _header
 from vsim.traces.trace import Int64Array
 
+# A few kilobytes of Parquet can claim billions of equal values; nothing real comes near.
+MAX_VALUES = 1_000_000_000
 META_KEY = b"vsim_trace"
 
 
@@ -26,10 +28,25 @@ def read_parquet(file: TraceFile, report: Report, names: dict[str, str]) -> Draf
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    columns = {name: names.get(name, name) for name in _FIELDS}
     try:
-        table = pq.ParquetFile(file.path).read()
-    except (pa.ArrowException, OSError, ValueError) as error:
-        report.fail(f"can't be read as Parquet: {str(error).splitlines()[0][:200]}")
+        parquet = pq.ParquetFile(file.path)
+        names_there = parquet.schema_arrow.names
+        values = max(
+            (
+                parquet.metadata.row_group(group).column(column).num_values
+                for group in range(parquet.metadata.num_row_groups)
+                for column in range(parquet.metadata.num_columns)
+            ),
+            default=0,
+        )
+        if max(parquet.metadata.num_rows, values) > MAX_VALUES:
+            report.fail(f"has more than {MAX_VALUES:,} rows or ids")
+        table = parquet.read(columns=[name for name in columns.values() if name in names_there])
+    except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
+        report.fail(
+            f"can't be read as Parquet: {str(error).splitlines()[0][:200] if str(error) else 'damaged'}"
+        )
     header: dict[str, Any] = {}
     raw = (table.schema.metadata or {}).get(META_KEY)
     if raw is not None:
@@ -40,14 +57,13 @@ def read_parquet(file: TraceFile, report: Report, names: dict[str, str]) -> Draf
         if not isinstance(described, dict) or "schema" not in described:
             report.fail(f"its {META_KEY.decode()} metadata is damaged")
         header = _header(described, report, 0)
-    columns = {name: names.get(name, name) for name in _FIELDS}
-    present = {ours: theirs for ours, theirs in columns.items() if theirs in table.column_names}
+    present = {ours: theirs for ours, theirs in columns.items() if theirs in names_there}
     missing = [columns[name] for name in ("input_tokens", "output_tokens") if name not in present]
     if "timestamp" not in present and "timestamp_ns" not in present:
         missing.append(columns["timestamp"])
     if missing:
         report.fail(
-            f"has no column {', '.join(missing)}; its columns are {', '.join(table.column_names)[:300]}; "
+            f"has no column {', '.join(missing)}; its columns are {', '.join(names_there)[:300]}; "
             "name them with --map input_tokens=COLUMN"
         )
 
