@@ -262,7 +262,8 @@ class Replica:
             or step.swapped_out
             or step.ignored
             or launched.ended_transfers
-            or any(other.step.requests for other in in_flight)
+            # A copy that ended with a later step is news once that one completes.
+            or any(other.step.requests or other.ended_transfers for other in in_flight)
         ):
             self._vain_steps = 0
             return False

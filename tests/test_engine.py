@@ -137,7 +137,9 @@ def test_swapped_blocks_cross_the_link_at_its_speed() -> None:
     )
 
 
-def test_the_offload_tier_brings_evicted_prefixes_back() -> None:
+@pytest.mark.parametrize("batches", [1, 2, 3])
+def test_the_offload_tier_brings_evicted_prefixes_back(batches: int) -> None:
+    # With several batches in flight the last load ends with an empty step, while an earlier one completes.
     ids = np.arange(8)
     trace = Trace.of([0.0, 1.0, 2.0], [128, 300, 128], [2, 2, 2])
     trace = dataclasses.replace(
@@ -146,7 +148,12 @@ def test_the_offload_tier_brings_evicted_prefixes_back() -> None:
         prefix_offsets=np.array([0, 8, 8, 16]),
         prefix_block_tokens=16,
     )
-    config = SchedulerConfig(num_gpu_blocks=22, kv_offload=KVOffload(cpu_blocks=100))
+    config = SchedulerConfig(
+        num_gpu_blocks=22,
+        kv_offload=KVOffload(cpu_blocks=100),
+        async_scheduling=batches > 1,
+        pipeline_parallel_size=max(1, batches - 1),
+    )
     run = simulate(trace, config, Fixed(), host_link=HostLink(2**20, 25e9))
     assert (run.requests["status"] == FINISHED).all()
     assert run.counters["offload_stored_blocks"] >= 8
