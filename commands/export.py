@@ -11,7 +11,7 @@ import click
 
 from vsim.errors import UserError
 
-FORMATS = ("openmetrics", "perfetto", "markdown", "bench", "svg")
+FORMATS = ("report", "openmetrics", "perfetto", "markdown", "bench", "svg")
 
 
 @click.command(short_help="Write a run for Prometheus, Perfetto, a pull request, or bench tools.")
@@ -48,7 +48,7 @@ def export(
 ) -> None:
     """Write RUN (a folder of vsim's, or a detailed `vllm bench serve` result) in another format.
 
-    openmetrics: vLLM's own metric names with timestamps; `promtool tsdb create-blocks-from openmetrics`
+    report: the page report.html. openmetrics: vLLM's own metric names with timestamps; `promtool tsdb create-blocks-from openmetrics`
     takes it. perfetto: Chrome trace JSON for ui.perfetto.dev. markdown: a summary for a pull request.
     bench: the schema of `vllm bench serve --save-result`. svg: every plot of the report as a file.
     """
@@ -74,6 +74,10 @@ def export(
         from vsim.sim.export_perfetto import render_perfetto
 
         pieces = render_perfetto(side.run, start, end)
+    elif form == "report":
+        from vsim.sim.report import render_report
+
+        pieces = [render_report(side.run, summary)]
     elif form == "markdown":
         from vsim.sim.export_markdown import render_markdown
 

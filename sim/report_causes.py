@@ -31,10 +31,11 @@ def _table(found: Explanation) -> str:
         for key, words in PARTS
         if found.usual_ns[key] or found.parts_ns[key]
     )
-    sums = f"<td>{_ms(everyone)}</td><td></td><td>{_ms(slowest)}</td><td></td>"
+    sums = f"<td>{_ms(everyone)}</td><td class=origin></td><td>{_ms(slowest)}</td><td class=origin></td>"
     return (
         "<div class=scroll><table class=numbers><thead><tr><th>mean of a request, ms</th>"
-        f"<th>all</th><th></th><th>slowest {number(len(found.rows))}</th><th></th></tr></thead>"
+        f"<th>all</th><th class=origin></th><th>slowest {number(len(found.rows))}</th>"
+        "<th class=origin></th></tr></thead>"
         f"<tbody>{rows}<tr><th scope=row>end-to-end latency</th>{sums}</tr></tbody></table></div>"
     )
 

@@ -111,9 +111,15 @@ def shortages(run: Run) -> dict[str, npt.NDArray[np.bool_]]:
 def _growing(run: Run, clock: timeline.StepClock, start: int, end: int) -> list[str]:
     """Did the queue still grow when the last request came in? Then the load was above capacity."""
     last = int(run.requests["arrival_ns"].max())
-    if last - start < 0.5 * (end - start):
-        return []
     waiting = clock.state(run.steps["waiting"])
+    if last > start and end - last > 0.5 * (last - start):
+        left = int(waiting.at(np.array([last]))[0])
+        if left <= 10:
+            return []
+        return [
+            f"When the last request arrived {number(left)} others were waiting, and it took another "
+            f"{duration((end - last) / 1e9)} to serve them all: the load is above capacity."
+        ]
     edges = np.linspace(start, last, 5).round().astype(np.int64)
     quarter = np.diff(waiting.integral(edges)) / np.maximum(np.diff(edges), 1)
     if quarter[-1] > 10 and bool((np.diff(quarter) > 0).all()) and quarter[-1] > 2 * quarter[1]:

@@ -41,8 +41,13 @@ def short(value: float | None) -> str:
 
 
 def percent(share: float | None, digits: int = 1) -> str:
-    """0.1234 -> "12.3 %"; None -> "–"."""
-    return "–" if share is None else f"{share * 100:.{digits}f} %"
+    """0.1234 -> "12.3 %"; what would round to nothing -> "<0.1 %"; None -> "–"."""
+    if share is None:
+        return "–"
+    least = 10.0**-digits
+    if 0 < share * 100 < least / 2:
+        return f"<{least:g} %"
+    return f"{share * 100:.{digits}f} %"
 
 
 def duration(seconds: float | None) -> str:

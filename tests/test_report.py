@@ -183,6 +183,15 @@ def test_a_queue_that_keeps_growing_is_called_overload() -> None:
     assert "above capacity" not in words_of(steady)
 
 
+def test_a_queue_left_behind_by_the_last_arrival_is_called_overload() -> None:
+    at = np.minimum(np.arange(100), 40) * S
+    run = make_run(
+        {"arrival_ns": at, "first_token_ns": at + 60 * S, "finish_ns": at + 61 * S},
+        state(100, waiting=np.where(np.arange(100) < 90, 70, 0)),
+    )
+    assert "70 others were waiting, and it took another 1 min 01 s" in words_of(run)
+
+
 def test_the_cdf_passes_through_the_percentiles() -> None:
     run = random_run(500)
     s = summarize(run)
