@@ -12,6 +12,7 @@ import pytest
 
 from vsim.errors import UserError
 from vsim.traces.readers import read_trace
+from vsim.traces.sharing import sharing
 from vsim.traces.trace import Trace
 
 DATA = Path(__file__).parent / "data" / "traces"
@@ -38,6 +39,15 @@ def test_sharegpt_turns_follow_each_other_with_growing_context() -> None:
     # 190 characters of question, one token per four of them, and the template around both speakers.
     assert (trace.prompt_tokens[0], trace.output_tokens[0]) == (48 + 8, -(-1297 // 4))
     assert any("estimated as one per 4 characters" in said for said in trace.assumptions)
+
+
+def test_sharegpt_turns_share_the_prompt_before_them() -> None:
+    trace = read_trace(DATA / "sharegpt_8_conversations.json")
+    found = sharing(trace)
+    assert found is not None and trace.sessions is not None
+    before = trace.sessions.after
+    expected = np.where(before >= 0, trace.prompt_tokens[before] // 16 * 16, 0)
+    assert (found.common_tokens == expected).all()
 
 
 def test_sharegpt_as_vllm_bench_serve_takes_it() -> None:

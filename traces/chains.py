@@ -24,3 +24,23 @@ class Chains:
             parent = self._known.setdefault(key, len(self._known))
             out.append(parent)
         return out
+
+
+def growing_context(
+    sessions: Sequence[object], prompt: Sequence[int], block_tokens: int
+) -> list[list[int]]:
+    """Ids for turns whose prompts begin with the whole prompt of the turn before, one per full block.
+
+    Rows of one session stand together, in order. An answer's tokens come into the next prompt, but the turn
+    before had no id for them: they count as new there.
+    """
+    rows: list[list[int]] = []
+    fresh = 0
+    for at, length in enumerate(prompt):
+        kept: list[int] = []
+        if at and sessions[at] == sessions[at - 1]:
+            kept = rows[-1][: length // block_tokens]
+        missing = length // block_tokens - len(kept)
+        rows.append(kept + list(range(fresh, fresh + missing)))
+        fresh += missing
+    return rows

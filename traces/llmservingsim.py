@@ -128,6 +128,6 @@ def read_llmservingsim(file: TraceFile, report: Report) -> Draft:
         draft.think_ns = np.asarray(rows.think, dtype=np.int64)
         report.assume(
             f"{turns} session{'s' * (turns != 1)} of sub-requests: each is sent after the previous one's end "
-            "plus its tool time."
+            "plus its tool time; what their prompts share is not in the file, so nothing is."
         )
     return draft

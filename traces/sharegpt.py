@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 
 from vsim.traces import jsonl
+from vsim.traces.chains import growing_context
 from vsim.traces.draft import Draft
 from vsim.traces.files import TraceFile
 from vsim.traces.options import Report, RowError
 from vsim.traces.text_length import TEMPLATE_TOKENS, text_counter
 
+BLOCK_TOKENS = 16
 ASKERS = frozenset(("human", "user"))
 ANSWERERS = frozenset(("gpt", "assistant", "bing", "bard", "chatgpt", "model"))
 
@@ -43,7 +45,10 @@ def _read(file: TraceFile, report: Report, first_only: bool) -> Draft:
     lines: list[int] = []
     names: list[str] = []
     after: list[int] = []
-    unanswered = 0
+    talk: list[
+        int
+    ] = []  # number of the conversation: ids may repeat, and all may stand in one line
+    unanswered = talks = 0
     for line, row in jsonl.read_rows(file, report):
         try:
             messages = _messages(row)
@@ -63,6 +68,8 @@ def _read(file: TraceFile, report: Report, first_only: bool) -> Draft:
             unanswered += 1
         lines.extend([line] * turns)
         names.extend([name] * turns)
+        talk.extend([talks] * turns)
+        talks += 1
         after.extend([-1, *range(begin, begin + turns - 1)][:turns])
         if report.enough(len(output) - output.count(0)):
             break
@@ -85,10 +92,13 @@ def _read(file: TraceFile, report: Report, first_only: bool) -> Draft:
     draft.sessions = names
     draft.after = np.asarray(after, dtype=np.int64)
     draft.think_ns = np.zeros(n, dtype=np.int64)
+    draft.hash_ids = growing_context(talk, prompt, BLOCK_TOKENS)
+    draft.hash_block_tokens = BLOCK_TOKENS
     if n:
         report.assume(
             "Each turn is sent as soon as the previous one of its conversation has ended: the file has no reading "
-            f"times; each message adds {TEMPLATE_TOKENS} tokens for the chat template."
+            f"times; each message adds {TEMPLATE_TOKENS} tokens for the chat template; a turn's prompt shares the previous "
+            "prompt's full blocks, but not the answer's (an engine that caches answers hits a little more)."
         )
     return draft
 
