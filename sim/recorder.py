@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 
 from vsim.sim.run import (
+    ABORTED,
     FINISHED,
     OPTIONAL_REQUEST_COLUMNS,
     OPTIONAL_STEP_COLUMNS,
@@ -41,6 +42,9 @@ class Recorder:
         self.preemptions = [0] * n
         self.recomputed_tokens = [0] * n
         self.status = [UNFINISHED] * n
+        # Their clients leave early: load like any other, but no completion and in no percentile.
+        aborted = trace.aborted
+        self.aborted = frozenset(() if aborted is None else np.flatnonzero(aborted).tolist())
         self.reason = [-1] * n
         self.reasons: list[str] = []
         self.loaded_blocks = self.stored_blocks = 0
@@ -95,12 +99,12 @@ class Recorder:
             before = last[index]
             if before < 0:
                 self.first_token_ns[index] = now
-            else:
+            elif index not in self.aborted:
                 gaps[now - before] += 1
             last[index] = now
         for index in output.finished:
             self.finish_ns[index] = now
-            self.status[index] = FINISHED
+            self.status[index] = ABORTED if index in self.aborted else FINISHED
 
     def offloaded(self, loaded_blocks: int, stored_blocks: int) -> None:
         """Blocks that a step's start put on the way between GPU and CPU (V1's offload tier)."""

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from vsim.models.step import StepShape
 from vsim.sim.config import KVOffload, SchedulerConfig
 from vsim.sim.engine import HostLink, simulate
-from vsim.sim.run import FINISHED, REJECTED, UNFINISHED
+from vsim.sim.run import ABORTED, FINISHED, REJECTED, UNFINISHED
+from vsim.sim.summary import summarize
 from vsim.traces.trace import Sessions, Trace
 
 MS = 1_000_000
@@ -104,6 +105,21 @@ def test_a_prompt_too_long_for_the_model_is_rejected_and_takes_no_memory() -> No
     )
     assert column(run, "status") == [REJECTED, FINISHED]
     assert run.steps["tokens"].sum() == 10
+
+
+def test_a_client_that_leaves_early_is_load_but_no_completion() -> None:
+    trace = Trace.of([0.0, 0.0], [100, 100], [4, 3])
+    left = dataclasses.replace(trace, aborted=np.array([False, True]))
+    run, stayed = (simulate(t, SchedulerConfig(), Fixed()) for t in (left, trace))
+    assert run.requests["status"].tolist() == [FINISHED, ABORTED]
+    for name in ("finish_ns", "output_tokens"):
+        assert run.requests[name].tolist() == stayed.requests[name].tolist()
+    for name, column in run.steps.items():
+        assert column.tolist() == stayed.steps[name].tolist()
+    # Gaps and latencies are those of the request that finished.
+    assert run.itl_count.sum() == 3
+    summary = summarize(run)
+    assert (summary["completed"], summary["failed"], summary["total_output_tokens"]) == (1, 1, 4)
 
 
 def test_pipeline_stages_overlap_steps_of_different_requests() -> None:
