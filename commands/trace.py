@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from vsim.commands.trace_make import anonymize, fit, generate, merge, scale, slice_
 from vsim.commands.trace_options import trace_options
 
 
@@ -66,5 +67,5 @@ def convert(path: Path, out: Path, trace_flags: dict[str, Any], target: str | No
         click.echo(f"note: {sentence}", err=True)
 
 
-# The makers hang themselves on the group above.
-from vsim.commands import trace_make  # noqa: E402, F401
+for maker in (generate, fit, scale, slice_, merge, anonymize):
+    trace.add_command(maker)

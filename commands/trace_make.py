@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 
-from vsim.commands.trace import trace
 from vsim.commands.trace_options import trace_options
 from vsim.errors import UserError
 
@@ -43,7 +42,7 @@ def _write(made: Any, out: Path) -> None:
         click.echo(f"note: {sentence}", err=True)
 
 
-@trace.command()
+@click.command()
 @OUT
 @click.option(
     "--recipe",
@@ -238,7 +237,7 @@ def _shares(text: str | None) -> dict[str, float]:
     return shares
 
 
-@trace.command()
+@click.command()
 @click.argument("path", type=click.Path(path_type=Path))
 @trace_options
 @click.option(
@@ -265,7 +264,7 @@ def fit(path: Path, trace_flags: dict[str, Any], out: Path) -> None:
         click.echo(f"note: not in the recipe: {missing}", err=True)
 
 
-@trace.command()
+@click.command()
 @click.argument("path", type=click.Path(path_type=Path))
 @trace_options
 @OUT
@@ -295,7 +294,7 @@ def scale(
     _write(made, out)
 
 
-@trace.command("slice")
+@click.command("slice")
 @click.argument("path", type=click.Path(path_type=Path))
 @trace_options
 @OUT
@@ -313,7 +312,7 @@ def slice_(path: Path, trace_flags: dict[str, Any], out: Path, **conditions: Any
     _write(slice_trace(read_trace(path, **trace_flags), **conditions), out)
 
 
-@trace.command()
+@click.command()
 @click.argument("paths", type=click.Path(path_type=Path), nargs=-1, required=True)
 @trace_options
 @OUT
@@ -325,7 +324,7 @@ def merge(paths: tuple[Path, ...], trace_flags: dict[str, Any], out: Path) -> No
     _write(together([read_trace(path, **trace_flags) for path in paths]), out)
 
 
-@trace.command()
+@click.command()
 @click.argument("path", type=click.Path(path_type=Path))
 @trace_options
 @OUT

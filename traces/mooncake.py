@@ -172,5 +172,6 @@ def _link_turns(draft: Draft, turns: list[_Turn], unit: str, report: Report) -> 
     if (after >= 0).any():
         draft.after, draft.think_ns = after, think
         report.assume(
-            f"{int((after >= 0).sum())} turns follow the previous turn of their session after its end plus their delay."
+            f"{int((after >= 0).sum())} turns follow the previous turn of their session after its end plus their delay; "
+            "input_length is taken as a turn's whole prompt."
         )
