@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vsim.errors import UserError
@@ -108,6 +108,7 @@ def test_a_missing_profile_is_named(tmp_path: Path) -> None:
         load_step_model("gone")
 
 
+@settings(deadline=None)  # a shared machine may stop for longer than any deadline
 @given(st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists, max_leaves=5))
 def test_any_json_is_an_artifact_or_a_sentence(value: Any) -> None:
     for key in ("kind", "params", "domain", "quality", "provenance"):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vsim.errors import UserError
@@ -57,6 +57,7 @@ def test_a_step_without_tokens_takes_no_time() -> None:
     assert roofline().device_seconds(StepShape((), 0, 0, 0)) == 0.0
 
 
+@settings(deadline=None)  # a shared machine may stop for longer than any deadline
 @given(st.integers(1, 300), st.integers(0, 9000), st.integers(0, 3000), st.integers(1, 40))
 def test_a_run_of_decodes_equals_its_steps_in_every_bit(
     n: int, mean: int, spread: int, steps: int
@@ -71,6 +72,7 @@ def test_a_run_of_decodes_equals_its_steps_in_every_bit(
         ]
 
 
+@settings(deadline=None)  # a shared machine may stop for longer than any deadline
 @given(
     st.lists(st.tuples(st.integers(2, 2048), st.integers(0, 20000)), max_size=4),
     st.integers(0, 256),
@@ -122,6 +124,7 @@ def test_without_a_gpu_a_profile_is_asked_for() -> None:
         load_step_model()
 
 
+@settings(deadline=None)  # a shared machine may stop for longer than any deadline
 @given(st.integers(1, 8), st.integers(0, 60), st.integers(1, 60))
 def test_the_steps_of_a_run_inside_the_domain_are_counted(n: int, context: int, steps: int) -> None:
     domain = Domain(max_decode_context=50, max_seqs=6)

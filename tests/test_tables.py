@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vsim.calibrate.from_tables import from_tables
@@ -46,6 +46,7 @@ def test_above_its_points_a_curve_keeps_the_slope_of_its_upper_half() -> None:
     assert noisy_end(3000) == 3000.0
 
 
+@settings(deadline=None)  # a shared machine may stop for longer than any deadline
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=30))
 def test_many_values_equal_single_ones_in_every_bit(xs: list[float]) -> None:
     curve = Curve([1, 3, 10, 100, 5000], [0.3, 0.7, 0.71, 9.3, 77.7])
@@ -67,6 +68,7 @@ def grid() -> AttentionGrid:
     return AttentionGrid(points)
 
 
+@settings(deadline=None)  # a shared machine may stop for longer than any deadline
 @given(
     st.lists(st.tuples(st.integers(16, 500), st.integers(0, 4096)), min_size=1, max_size=4),
     st.integers(0, 64),
@@ -93,6 +95,7 @@ def test_unequal_decodes_go_part_of_the_way_to_the_longest() -> None:
 # --- the whole step -------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)  # a shared machine may stop for longer than any deadline
 @given(st.integers(1, 256), st.integers(0, 20000), st.integers(0, 9000), st.integers(1, 60))
 def test_a_run_of_decodes_equals_its_steps_in_every_bit(
     n: int, mean: int, spread: int, steps: int
@@ -119,6 +122,7 @@ def test_a_measured_point_is_answered_as_measured() -> None:
     assert model.device_seconds(decodes(64, 1024)) == pytest.approx(total * 1e-6, rel=1e-6)
 
 
+@settings(deadline=None)  # a shared machine may stop for longer than any deadline
 @given(
     st.lists(st.tuples(st.integers(2, 700), st.integers(0, 9000)), max_size=3),
     st.integers(0, 128),
