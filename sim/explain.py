@@ -24,7 +24,7 @@ import numpy.typing as npt
 from vsim.errors import UserError
 from vsim.sim.run import FINISHED, STATUS_NAMES, Run
 from vsim.sim.summary import setting
-from vsim.sim.text import plain
+from vsim.sim.text import percent, plain
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -226,6 +226,7 @@ class Explanation:
     parts_ns: dict[str, float]
     usual_ns: dict[str, float]
     culprits: tuple[Culprit, ...]
+    burst: tuple[str, ...] = ()  # a tenant that sent far more than usual meanwhile, in words
 
     @property
     def total_ns(self) -> float:
@@ -283,7 +284,31 @@ def _explain(run: Run, rows: Int64Array, title: str, by: str) -> Explanation:
         parts_ns=dict(zip(KEYS, parts[rows].mean(axis=0).tolist(), strict=True)),
         usual_ns=dict(zip(KEYS, finished.mean(axis=0).tolist(), strict=True)),
         culprits=_culprits(run, rows),
+        burst=tuple(dominant_tenant(run, _meanwhile(run, rows))),
     )
+
+
+def _meanwhile(run: Run, rows: Int64Array) -> npt.NDArray[np.bool_]:
+    """Requests sent while, or shortly before, the explained ones were sent. Shape (n,)."""
+    sent, arrival = run.requests["sent_ns"], run.requests["arrival_ns"]
+    lead = max(1, int(arrival.max() - arrival.min()) // 50)
+    inside: npt.NDArray[np.bool_] = (sent >= sent[rows].min() - lead) & (sent <= sent[rows].max())
+    return inside
+
+
+def dominant_tenant(run: Run, inside: npt.NDArray[np.bool_]) -> list[str]:
+    """A sentence if one tenant sent at least half of these requests, and far more than it usually does."""
+    tenant = run.requests["tenant"]
+    if not inside.any() or not (tenant != tenant[0]).any():
+        return []
+    codes, now = np.unique(tenant[inside], return_counts=True)
+    top = int(now.argmax())
+    share, usual = float(now[top] / inside.sum()), float((tenant == codes[top]).mean())
+    if share < 0.5 or share < 1.5 * usual:
+        return []
+    code = int(codes[top])
+    name = run.tenant_names[code] if 0 <= code < len(run.tenant_names) else f"{code}"
+    return [f"tenant {name} sent {percent(share, 0)} of the requests (usually {percent(usual, 0)})"]
 
 
 def _culprits(run: Run, rows: Int64Array, most: int = 5) -> tuple[Culprit, ...]:
@@ -348,6 +373,8 @@ def render_explanation(found: Explanation) -> str:
             of = f" of {plain(one.tenant)}" if one.tenant else ""
             met = f", met {one.overlapped:,} of them" if tail else ""
             lines.append(f"  request {one.request}{of}: {one.computed_tokens:,} tokens{met}")
+    if found.burst:
+        lines += ["", *(f"Meanwhile {plain(words)}." for words in found.burst)]
     most = found.most
     if most in KNOBS and found.parts_ns[most] > 0:
         which = "Largest excess over all requests" if tail else "Largest part"
@@ -368,6 +395,7 @@ def explanation_data(found: Explanation) -> dict[str, object]:
         "usual_ms": {key: value / 1e6 for key, value in found.usual_ns.items()},
         "total_ms": found.total_ns / 1e6,
         "largest_excess": found.most,
+        "burst": [plain(words) for words in found.burst],
         "culprits": [
             {
                 "request": one.request,

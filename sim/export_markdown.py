@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from vsim.sim.metrics import percentile_word
+from vsim.sim.report_anomalies import anomalies, story
 from vsim.sim.report_tables import flatten
-from vsim.sim.report_words import paragraph
 from vsim.sim.run import Run
 from vsim.sim.summary import setting
 from vsim.sim.table import LATENCIES, engine_rows, headline
@@ -34,7 +34,9 @@ def render_markdown(run: Run, summary: Mapping[str, Any]) -> str:
         if part is not None
     )
     kind = "Measured run" if run.origin == "measured" else "Simulated run"
-    words = " ".join(md(sentence) for sentence in paragraph(run, summary, StepClock(run)))
+    clock = StepClock(run)
+    told = story(run, summary, clock, anomalies(run, summary, clock))
+    words = " ".join(md(sentence) for sentence in told)
     lines = [f"### {kind}{': ' + title if title else ''}", "", words, ""]
     lines += _latency_table(summary)
     lines += ["", "| | |", "|---|---:|"]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
-from vsim.sim import report_anomalies, report_causes, report_series, report_tables, report_words
+from vsim.sim import report_anomalies, report_causes, report_series, report_tables
 from vsim.sim.report_svg import Chart, chart_data, esc, render_chart
 from vsim.sim.run import Run
 from vsim.sim.summary import setting
@@ -26,9 +26,10 @@ def render_report(run: Run, summary: Mapping[str, Any]) -> str:
     """
     clock = StepClock(run)
     found = report_series.charts(run, summary, clock)
-    words = report_words.paragraph(run, summary, clock)
+    notable = report_anomalies.anomalies(run, summary, clock)
+    words = report_anomalies.story(run, summary, clock, notable)
     sections = []
-    if notable := report_anomalies.anomalies(run, summary, clock):
+    if notable:
         sections.append(_section("Worth a look", report_tables.anomalies_table(notable)))
     if accounted := report_causes.causes(run):
         sections.append(_section("Where the time went", accounted))

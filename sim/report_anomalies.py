@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vsim.sim import metrics
+from vsim.sim.explain import dominant_tenant
 from vsim.sim.report_series import grouped_percentiles
-from vsim.sim.report_words import shortages
+from vsim.sim.report_words import paragraph, shortages
 from vsim.sim.run import FINISHED, Run
 from vsim.sim.summary import num_replicas
 from vsim.sim.text import number, percent, short
@@ -70,6 +72,30 @@ def anomalies(run: Run, summary: Mapping[str, Any], clock: StepClock) -> list[An
             )
         )
     return rows
+
+
+def story(
+    run: Run, summary: Mapping[str, Any], clock: StepClock, notable: Sequence[Anomaly]
+) -> list[str]:
+    """The first paragraph, with the most telling of the notable stretches: one with a culprit, else a jump."""
+    # `together` puts facts side by side; some begin with who was there.
+    named = [a for a in notable if re.search(r"(^|; )(request|tenant) ", a.together)]
+    jumps = [a for a in notable if "jumped" in a.what]
+    chosen = next(iter([a for a in named if a in jumps] or named or jumps), None)
+    sentences = paragraph(run, summary, clock)
+    if chosen is not None:
+        when = f"From {clock_time(chosen.start_s)} to {clock_time(chosen.end_s)}"
+        sentences.append(f"{when}: {chosen.what}, together with this: {chosen.together}.")
+    return sentences
+
+
+def clock_time(seconds: float) -> str:
+    """Time since the first arrival, 1:02:03 or 2:03."""
+    whole = round(seconds)
+    hours, rest = divmod(whole, 3600)
+    if hours:
+        return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
+    return f"{rest // 60}:{rest % 60:02d}"
 
 
 def stretches(state: StepFunction, limit: float, end_ns: int) -> list[tuple[int, int, float]]:
@@ -133,7 +159,7 @@ def together(run: Run, clock: StepClock, start: int, end: int) -> str:
                 f"request {int(columns['request'][row])} brought a prompt of "
                 f"{number(int(prompts[row]))} tokens"
             )
-    facts += _tenant(run, inside)
+    facts += dominant_tenant(run, inside)
     if len(run.steps["start_ns"]):
         waiting = run.steps["waiting"] > 0
         share = clock.state(waiting).mean(start, end) or 0.0
@@ -147,18 +173,3 @@ def together(run: Run, clock: StepClock, start: int, end: int) -> str:
         if preempted:
             facts.append(f"{number(preempted)} preemptions")
     return "; ".join(facts) if facts else "nothing else out of the ordinary"
-
-
-def _tenant(run: Run, inside: npt.NDArray[np.bool_]) -> list[str]:
-    """Did one tenant send far more of the requests than it usually does?"""
-    tenant = run.requests["tenant"]
-    if not inside.any() or not (tenant != tenant[0]).any():
-        return []
-    codes, now = np.unique(tenant[inside], return_counts=True)
-    top = int(now.argmax())
-    share, usual = now[top] / inside.sum(), float((tenant == codes[top]).mean())
-    if share < 0.5 or share < 1.5 * usual:
-        return []
-    code = int(codes[top])
-    name = run.tenant_names[code] if 0 <= code < len(run.tenant_names) else f"{code}"
-    return [f"tenant {name} sent {percent(share, 0)} of the requests (usually {percent(usual, 0)})"]

@@ -9,7 +9,7 @@ import numpy as np
 
 from vsim.sim import metrics
 from vsim.sim.metrics import percentile_word
-from vsim.sim.report_anomalies import Anomaly
+from vsim.sim.report_anomalies import Anomaly, clock_time
 from vsim.sim.report_svg import esc
 from vsim.sim.run import Run
 from vsim.sim.summary import interval
@@ -190,7 +190,7 @@ def two_columns(rows: Sequence[tuple[str, str]]) -> str:
 def anomalies_table(found: Sequence[Anomaly]) -> str:
     """When, what, and what came together with it."""
     rows = "".join(
-        f"<tr><td class=when>{esc(_clock(one.start_s))} – {esc(_clock(one.end_s))}</td>"
+        f"<tr><td class=when>{esc(clock_time(one.start_s))} – {esc(clock_time(one.end_s))}</td>"
         f"<th scope=row>{esc(one.what)}</th><td>{esc(one.together)}</td></tr>"
         for one in found
     )
@@ -198,15 +198,6 @@ def anomalies_table(found: Sequence[Anomaly]) -> str:
         "<div class=scroll><table class=notable><thead><tr><th>when</th><th>what</th>"
         f"<th>together with</th></tr></thead><tbody>{rows}</tbody></table></div>"
     )
-
-
-def _clock(seconds: float) -> str:
-    """Time since the first arrival, 1:02:03 or 2:03."""
-    whole = round(seconds)
-    hours, rest = divmod(whole, 3600)
-    if hours:
-        return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
-    return f"{rest // 60}:{rest % 60:02d}"
 
 
 def reasons_table(summary: Mapping[str, Any]) -> str:

@@ -155,6 +155,22 @@ def test_too_few_seats_and_too_small_a_cache_are_told_apart() -> None:
     assert budget.most == "wait_budget"
 
 
+def test_the_tenant_of_a_burst_is_named() -> None:
+    base = chats(300)
+    arrival = np.sort(np.concatenate([base.arrival_ns[:200], 10 * S + np.arange(100) * MS]))
+    tenant = ((arrival >= 10 * S) & (arrival < 10 * S + 100 * MS)).astype(np.int32)
+    run = served(
+        dataclasses.replace(
+            base, arrival_ns=arrival, tenant=tenant, tenant_names=("calm", "bursty")
+        ),
+        max_num_seqs=8,
+    )
+    found = explain_tail(run, 90)
+    assert found.most == "wait_seats"
+    assert "tenant bursty sent" in found.burst[0]
+    assert "tenant bursty sent" in render_explanation(found)
+
+
 def test_time_out_of_the_engine_is_seen_where_preemptions_happen() -> None:
     trace = Trace.of([0.0] * 12, [100] * 12, [300] * 12)
     run = served(trace, num_gpu_blocks=100, max_model_len=500)

@@ -288,6 +288,7 @@ def test_a_giant_prompt_is_named_beside_the_jump_it_came_with() -> None:
     (jump,) = notable(run)
     assert "TTFT p95 jumped" in jump
     assert "request 150 brought a prompt of 120,000 tokens" in jump
+    assert "request 150 brought a prompt" in Tags(page(run)).words.split("Requests served")[0]
 
 
 def test_the_tenant_behind_a_burst_is_named() -> None:
