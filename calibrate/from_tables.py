@@ -69,7 +69,9 @@ def from_tables(
             "source": link.source,
         },
     }
-    assumptions = ["host CPU time of a step is not in the tables: taken as hidden (0 s)"]
+    assumptions = [
+        "host CPU time of a step is not in the tables: taken as hidden behind the device's (0 s)"
+    ]
     if moe is not None:
         if not num_experts or not experts_per_token:
             raise UserError(

@@ -19,7 +19,7 @@ from vsim.models.correction import CorrectedStepModel
 from vsim.models.load import LoadedStepModel
 from vsim.models.step import StepModel
 from vsim.models.uncertainty import draw, uncertainty_of
-from vsim.sim.lockstep import LockstepRun
+from vsim.sim.lockstep import DUMMY, LockstepRun
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -154,6 +154,11 @@ def validate(
         assumptions.append(
             f"{case.ranks} data-parallel ranks step together; requests go to the shortest queue, "
             "as vLLM's own balancer sends them"
+        )
+    if not case.scheduler.async_scheduling and not model.host_seconds(DUMMY):
+        assumptions.append(
+            "scheduling is synchronous: the CPU's part of each step adds to the device's, and the step "
+            "model has none; predictions are too fast by it (--fit learns it)"
         )
     if case.values_not_recorded:
         assumptions.append(f"not recorded in the run: {', '.join(case.values_not_recorded)}")

@@ -45,6 +45,7 @@ class LoadedStepModel:
     model: StepModel
     calibration: Calibration
     name: str
+    notes: tuple[str, ...] = ()  # sentences about how it fits this deployment
     steps: int = 0
     steps_outside: int = 0
     outside: dict[str, int] = field(default_factory=dict)
@@ -191,6 +192,24 @@ def load_step_model(
         provenance={"label": LABEL, "gpu": gpu.name, "tensor_parallel_size": tensor_parallel_size},
     )
     return LoadedStepModel(calibration.step_model(context), calibration, LABEL)
+
+
+def _other_widths(
+    calibration: Calibration, name: str, weight_bytes: float, kv_bytes: float
+) -> tuple[str, ...]:
+    """A sentence if the profile was measured with 16-bit weights and KV cache and these are narrower."""
+    says = calibration.provenance
+    measured = str(says.get("dtype") or "").lower()
+    plain = measured in ("bf16", "bfloat16", "fp16", "float16", "half") and not (
+        says.get("quantization") or str(says.get("kv_cache_dtype") or "auto").startswith("fp8")
+    )
+    if not plain or (weight_bytes >= 2.0 and kv_bytes >= 2.0):
+        return ()
+    which = "weights" if weight_bytes < 2.0 else "KV cache"
+    return (
+        f"profile {name} was measured in {measured}; this deployment's {which} is narrower: its steps are "
+        "taken as long as with 16 bits",
+    )
 
 
 def mismatch(

@@ -157,3 +157,10 @@ def test_every_bundled_profile_states_source_licence_and_label() -> None:
         assert data["provenance"]["licence"], name
         assert data["provenance"]["source"], name
         assert data["provenance"]["label"], name
+
+
+def test_a_profile_measured_in_16_bits_says_so_when_the_cache_is_narrower() -> None:
+    plain = load_step_model("rtx4090-llama-3.1-8b")
+    narrow = load_step_model("rtx4090-llama-3.1-8b", kv_bytes_per_element=1.0)
+    assert not any("narrower" in sentence for sentence in plain.assumptions)
+    assert any("KV cache is narrower" in sentence for sentence in narrow.assumptions)
