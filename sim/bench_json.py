@@ -27,8 +27,10 @@ def load_bench(path: Path) -> dict[str, Any]:
         if path.stat().st_size > MAX_BYTES:
             raise UserError(f"{path}: larger than {MAX_BYTES >> 30} GiB")
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not text, so no result of `vllm bench serve`") from None
     try:
         found = json.loads(text)
     except RecursionError:

@@ -219,6 +219,13 @@ def test_a_simulated_run_written_as_a_bench_result_says_the_same(tmp_path: Path)
     )
 
 
+def test_bytes_that_are_no_text_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="not text"):
+        load_bench(file)
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"completed": 1}', "\x00", "[" * 100_000])
 def test_another_file_is_refused_in_one_sentence(tmp_path: Path, text: str) -> None:
     file = tmp_path / "x.json"
