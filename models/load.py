@@ -45,7 +45,6 @@ class LoadedStepModel:
     model: StepModel
     calibration: Calibration
     name: str
-    notes: tuple[str, ...] = ()  # sentences about how it fits this deployment
     steps: int = 0
     steps_outside: int = 0
     outside: dict[str, int] = field(default_factory=dict)
@@ -170,8 +169,9 @@ def load_step_model(
             if calibration.kind == "engine-steps"
             else None
         )
-        model_of_it = calibration.step_model(context)
-        return LoadedStepModel(model_of_it, calibration, name, notes=(note,) if note else ())
+        notes = (note,) if note else ()
+        notes += _other_widths(calibration, name, weight_bytes_per_param, kv_bytes_per_element)
+        return LoadedStepModel(calibration.step_model(context), calibration, name, notes=notes)
     if gpu is None or model is None:
         raise UserError("a step model needs --profile, or --gpu and --model")
     if weight_bytes_per_param == 2.0 and kv_bytes_per_element == 2.0:
