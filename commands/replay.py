@@ -63,6 +63,20 @@ def _percentiles(_: Any, __: Any, text: str) -> tuple[float, ...]:
 @click.option(
     "--profile", help="Calibration artifact, by path or bundled name (vsim profiles list)."
 )
+@click.option(
+    "--swap-above-tokens", type=int, help="V0: swap victims above so many tokens, recompute others."
+)
+@click.option(
+    "--victim-rule",
+    help="V0: last_in_queue (vLLM's), most_blocks, fewest_computed, least_preempted.",
+)
+@click.option("--num-cpu-blocks", type=int, help="V0: CPU blocks instead of --swap-space's.")
+@click.option("--pcie-gbps", type=float, help="GB/s of the host link instead of the catalogue's.")
+@click.option(
+    "--overlap-swaps/--no-overlap-swaps",
+    default=False,
+    help="V0: copies run beside the step instead of before it.",
+)
 @click.option("--limit", type=int, help="Only the first so many requests.")
 @click.option(
     "--time-scale",
@@ -119,6 +133,11 @@ def replay(
     engine_flags: dict[str, Any],
     reading: dict[str, Any],
     profile: str | None,
+    swap_above_tokens: int | None,
+    victim_rule: str | None,
+    num_cpu_blocks: int | None,
+    pcie_gbps: float | None,
+    overlap_swaps: bool,
     limit: int | None,
     time_scale: float,
     request_rate: float | None,
@@ -140,7 +159,7 @@ def replay(
     """
     from vsim.sim.deployment import resolve
     from vsim.sim.metrics import parse_goodput
-    from vsim.sim.replay import Load, step_model_for
+    from vsim.sim.replay import Load, step_model_for, with_preemption
     from vsim.sim.replay import replay as simulate_trace
     from vsim.sim.run_io import check_target, write_run
     from vsim.sim.summary import summarize, summary_json
@@ -152,7 +171,13 @@ def replay(
     slo = parse_goodput(goodput)
     model, gpu = _needed(engine_flags, profile)
     flags = {name: value for name, value in engine_flags.items() if name not in ("model", "gpu")}
-    deployment = resolve(model, gpu, **flags)
+    deployment = with_preemption(
+        resolve(model, gpu, **flags),
+        swap_above_tokens=swap_above_tokens,
+        victim_rule=victim_rule,
+        num_cpu_blocks=num_cpu_blocks,
+        pcie_gbps=pcie_gbps,
+    )
     step_model = step_model_for(deployment, profile)
     requests = read_trace(trace, limit=limit, **reading)
     load = Load(
@@ -166,7 +191,9 @@ def replay(
     )
     progress = Progress(len(requests))
     try:
-        run = simulate_trace(requests, deployment, step_model, load, progress)
+        run = simulate_trace(
+            requests, deployment, step_model, load, progress, overlap_swaps=overlap_swaps
+        )
     finally:
         progress.done()
     summary = summarize(run, metric_percentiles, slo)

@@ -65,6 +65,8 @@ def simulate_cluster(
         running[place].receive(index)
 
     client = Client(env, trace, send, max_concurrency)
+    # Replicas with the same HostLink object wait for each other's copies.
+    links = {id(spec.host_link): simpy.Resource(env) for spec in replicas if spec.host_link}
     for number, spec in enumerate(replicas):
         replica = Replica(
             env,
@@ -79,6 +81,7 @@ def simulate_cluster(
             host_link=spec.host_link,
             on_step=None if on_step is None else lambda: on_step(int(env.now), client.num_ended),
             number=number,
+            link=links.get(id(spec.host_link)),
         )
         running.append(replica)
     env.process(client.run())

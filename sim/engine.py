@@ -27,13 +27,16 @@ IDLE_SLEEP_NS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class HostLink:
-    """The link between GPU and CPU memory: V0's swaps, V1's offload tier. One copy at a time per direction.
+    """The link between GPU and CPU memory, one copy at a time: V0's swaps, V1's offload tier.
 
-    `block_bytes`: one KV block over all layers of a rank.
+    `block_bytes`: one KV block over all layers of a rank. `overlap`: a step's swaps run beside its
+    computation, not before it (vLLM 0.8.5 does not: worker/worker.py copies, then runs the model).
+    Replicas that are given the same object share it, and wait for each other's copies.
     """
 
     block_bytes: int
     bytes_per_s: float
+    overlap: bool = False
 
     def ns(self, blocks: int) -> int:
         return round(blocks * self.block_bytes / self.bytes_per_s * NS)
@@ -55,6 +58,7 @@ class Launched:
     start: int = 0
     end: int = 0
     ended_transfers: list[int] = field(default_factory=list)
+    copied: simpy.Event | None = None  # V0: its swaps are over
 
 
 class Replica:
@@ -79,6 +83,7 @@ class Replica:
         host_link: HostLink | None = None,
         on_step: Callable[[], None] | None = None,
         number: int = 0,
+        link: simpy.Resource | None = None,
     ) -> None:
         self.number = number
         self.in_flight = (
@@ -95,6 +100,7 @@ class Replica:
         self._frontend_ns = frontend_ns
         self._front_end = front_end
         self._host_link = host_link
+        self._link = link
         self._on_step = on_step
         self._inbox: deque[tuple[int, int]] = deque()
         self._asleep: simpy.Event | None = None
@@ -130,6 +136,11 @@ class Replica:
                 shape = step.shape
                 launched = Launched(step, self._note(step, shape))
                 host, device = self._durations(step, shape)
+                moved = launched.row["swapped_blocks"]
+                if moved and self._host_link is not None:
+                    launched.copied = env.process(self._copy(self._host_link.ns(moved)))
+                    if not self._host_link.overlap:
+                        yield launched.copied
                 if depth > 1 and host:
                     # The CPU is busy meanwhile; what is in flight goes on.
                     yield env.timeout(host)
@@ -143,6 +154,8 @@ class Replica:
                 yield env.timeout(launched.end - env.now)
                 # What arrives at this very instant comes before the next schedule(): let it.
                 yield env.timeout(0)
+            if launched.copied is not None and not launched.copied.processed:
+                yield launched.copied
             self._complete(launched)
             if self._in_vain(launched, in_flight):
                 yield from self._wait_for_change()
@@ -188,16 +201,21 @@ class Replica:
         if self._inbox and self._inbox[0][0] > self.env.now:
             yield self.env.timeout(self._inbox[0][0] - self.env.now)
 
+    def _copy(self, duration_ns: int) -> Generator[simpy.Event, Any, None]:
+        """Swap blocks over the host link, when it is this replica's turn."""
+        assert self._link is not None
+        with self._link.request() as turn:
+            yield turn
+            yield self.env.timeout(duration_ns)
+
     def _durations(self, step: Step, shape: StepShape) -> tuple[int, int]:
-        """(host, device) ns of a step; a step without requests takes none, unless it moves KV."""
-        moved = sum(step.swapped_in.values()) + sum(step.swapped_out.values())
-        swap = self._host_link.ns(moved) if moved and self._host_link is not None else 0
+        """(host, device) ns of a step; a step without requests takes none."""
         if not step.requests:
-            return 0, swap
+            return 0, 0
         host = round(self.step_model.host_seconds(shape) * NS)
         device = round(self.step_model.device_seconds(shape) * NS)
         # Time moves: a model that answers 0 must not stop the clock.
-        return host, max(1, device + swap)
+        return host, max(1, device)
 
     def _launch(self, launched: Launched, ready: int, device_ns: int) -> None:
         """Put a step on the device, stage by stage."""

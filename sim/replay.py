@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from vsim.models.table_params import StepContext
 from vsim.sim.config import SchedulerConfig
 from vsim.sim.deployment import Deployment
 from vsim.sim.engine import HostLink, simulate
+from vsim.sim.preemption import VICTIM_RULES
 from vsim.sim.run import Run
 from vsim.sim.traps_v0 import warnings_for
 from vsim.sim.versions import assumed_rules
@@ -137,9 +139,12 @@ def replay(
     step_model: LoadedStepModel,
     load: Load | None = None,
     on_step: Callable[[int, int], None] | None = None,
+    *,
+    overlap_swaps: bool = False,
 ) -> Run:
     """Replay `trace` on one replica of `deployment`; everything that was assumed is in the run.
 
+    `overlap_swaps`: V0's copies run beside the step that needs them, as vLLM 0.8.5 does not do.
     `on_step(now_ns, requests_ended)` is called after each step. Raises UserError for a load that makes no
     sense or, with `overlong="error"`, for the first request that is too long.
     """
@@ -160,12 +165,12 @@ def replay(
         step_model,
         max_concurrency=load.max_concurrency,
         front_end=front_end(config.max_model_len, load.overlong),
-        host_link=_host_link(deployment),
+        host_link=_host_link(deployment, overlap_swaps),
         on_step=on_step,
     )
     return dataclasses.replace(
         run,
-        config=_config(deployment, load, sent),
+        config=_config(deployment, load, sent, overlap_swaps),
         provenance={
             "vsim_version": __version__,
             "trace": dataclasses.asdict(sent.source),
@@ -188,13 +193,64 @@ def _borrowed_rules(config: SchedulerConfig) -> list[str]:
     return [] if sentence is None else [sentence]
 
 
-def _host_link(deployment: Deployment) -> HostLink | None:
+def with_preemption(
+    deployment: Deployment,
+    *,
+    swap_above_tokens: int | None = None,
+    victim_rule: str | None = None,
+    num_cpu_blocks: int | None = None,
+    pcie_gbps: float | None = None,
+) -> Deployment:
+    """`deployment` with what vLLM has no flag for: preemption rules of V0, and the host link's GB/s.
+
+    Raises UserError for rules on V1 (which always recomputes), negative numbers, a link without bandwidth.
+    """
+    config, gpu = deployment.scheduler, deployment.gpu
+    flags, origins = dict(deployment.flags), dict(deployment.origins)
+    rules: dict[str, Any] = {
+        "swap_above_tokens": swap_above_tokens,
+        "victim_rule": victim_rule,
+        "num_cpu_blocks": num_cpu_blocks,
+    }
+    given = {name: value for name, value in rules.items() if value is not None}
+    if given and config.engine != "v0":
+        raise UserError(
+            f"--{next(iter(given)).replace('_', '-')} is for --engine v0: V1 always recomputes"
+        )
+    for name, value in given.items():
+        if isinstance(value, int) and value < 0:
+            raise UserError(f"{name}={value} must not be negative")
+    if victim_rule is not None and victim_rule not in VICTIM_RULES:
+        raise UserError(f"victim_rule={victim_rule!r} is not one of {', '.join(VICTIM_RULES)}")
+    if pcie_gbps is not None:
+        if not 0 < pcie_gbps < math.inf:
+            raise UserError(
+                f"pcie_gbps={pcie_gbps:g} must be positive: over such a link no swap would ever end"
+            )
+        gpu = dataclasses.replace(gpu, pcie_gb_s=pcie_gbps)
+        given["pcie_gbps"] = pcie_gbps
+    for name, value in given.items():
+        flags[name], origins[name] = value, "given"
+    given.pop("pcie_gbps", None)
+    return dataclasses.replace(
+        deployment,
+        gpu=gpu,
+        scheduler=dataclasses.replace(config, **given),
+        flags=flags,
+        origins=origins,
+    )
+
+
+def _host_link(deployment: Deployment, overlap: bool) -> HostLink | None:
     if deployment.gpu.pcie_gb_s is None:
         return None
-    return HostLink(deployment.capacity.bytes_per_block, deployment.gpu.pcie_gb_s * 1e9)
+    speed = deployment.gpu.pcie_gb_s * 1e9
+    return HostLink(deployment.capacity.bytes_per_block, speed, overlap)
 
 
-def _config(deployment: Deployment, load: Load, trace: Trace) -> dict[str, Any]:
+def _config(
+    deployment: Deployment, load: Load, trace: Trace, overlap_swaps: bool
+) -> dict[str, Any]:
     scheduler, capacity = deployment.scheduler, deployment.capacity
     flags, origins = deployment.flags, deployment.origins
     return {
@@ -222,6 +278,7 @@ def _config(deployment: Deployment, load: Load, trace: Trace) -> dict[str, Any]:
             "max_concurrency": load.max_concurrency,
             "seed": load.seed,
             "overlong": load.overlong,
+            "overlap_swaps": overlap_swaps,
         },
         "trace": {
             "name": trace.source.name,

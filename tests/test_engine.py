@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vsim.models.step import StepShape
+from vsim.sim.cluster import ReplicaSpec, simulate_cluster
 from vsim.sim.config import KVOffload, SchedulerConfig
 from vsim.sim.engine import HostLink, simulate
 from vsim.sim.run import ABORTED, FINISHED, REJECTED, UNFINISHED
@@ -132,17 +133,7 @@ def test_pipeline_stages_overlap_steps_of_different_requests() -> None:
 
 
 def test_swapped_blocks_cross_the_link_at_its_speed() -> None:
-    config = SchedulerConfig(
-        engine="v0",
-        engine_version="0.8.5",
-        block_size=16,
-        num_gpu_blocks=20,
-        num_cpu_blocks=100,
-        preemption_mode="swap",
-        enable_prefix_caching=False,
-        enable_chunked_prefill=False,
-        max_num_batched_tokens=8192,
-    )
+    config = swapping()
     trace = Trace.of([0.0, 0.0], [120, 120], [80, 80])
     quick = simulate(trace, config, Fixed(), host_link=HostLink(2**20, 1e12))
     slow = simulate(trace, config, Fixed(), host_link=HostLink(2**20, 1e9))
@@ -151,6 +142,43 @@ def test_swapped_blocks_cross_the_link_at_its_speed() -> None:
     assert slow.end_ns - quick.end_ns == pytest.approx(
         moved * (2**20 / 1e9 - 2**20 / 1e12) * 1e9, rel=1e-3
     )
+
+
+def swapping(num_gpu_blocks: int = 20) -> SchedulerConfig:
+    return SchedulerConfig(
+        engine="v0",
+        engine_version="0.8.5",
+        block_size=16,
+        num_gpu_blocks=num_gpu_blocks,
+        num_cpu_blocks=100,
+        preemption_mode="swap",
+        enable_prefix_caching=False,
+        enable_chunked_prefill=False,
+        max_num_batched_tokens=8192,
+    )
+
+
+def test_copies_beside_the_step_cost_only_what_is_longer_than_it() -> None:
+    trace = Trace.of([0.0, 0.0], [120, 120], [80, 80])
+    free = simulate(trace, swapping(), Fixed(), host_link=HostLink(2**20, 1e15, overlap=True))
+    # A copy of every block takes 1 ms, less than the 10 ms of a step: hidden.
+    hidden = simulate(trace, swapping(), Fixed(), host_link=HostLink(2**20, 2e10, overlap=True))
+    before = simulate(trace, swapping(), Fixed(), host_link=HostLink(2**20, 2e10))
+    swap_only = int((hidden.steps["tokens"] == 0).sum())
+    assert swap_only == 0
+    assert hidden.end_ns == free.end_ns
+    assert before.end_ns > hidden.end_ns
+
+
+def test_replicas_on_one_host_link_wait_for_each_others_copies() -> None:
+    trace = Trace.of([0.0] * 4, [120] * 4, [80] * 4)
+    shared = HostLink(2**20, 1e8)
+    together = simulate_cluster(trace, [ReplicaSpec(swapping(), Fixed(), shared)] * 2)
+    apart = simulate_cluster(
+        trace, [ReplicaSpec(swapping(), Fixed(), HostLink(2**20, 1e8)) for _ in range(2)]
+    )
+    assert together.steps["swapped_blocks"].sum() == apart.steps["swapped_blocks"].sum() > 0
+    assert together.end_ns > apart.end_ns
 
 
 @pytest.mark.parametrize("batches", [1, 2, 3])
