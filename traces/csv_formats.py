@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vsim.traces.csv_table import CsvSpec, header_of, read_csv
+from vsim.traces.csv_blocks import header_of
+from vsim.traces.csv_table import CsvSpec, read_csv
 from vsim.traces.draft import Draft
 from vsim.traces.files import TraceFile
 from vsim.traces.options import Report

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vsim.traces.csv_table import CsvSpec, header_of, read_csv
+from vsim.traces.csv_blocks import header_of
+from vsim.traces.csv_table import CsvSpec, read_csv
 from vsim.traces.draft import Draft
 from vsim.traces.files import TraceFile
 from vsim.traces.jsonl import read_rows

@@ -22,7 +22,7 @@ from vsim.traces import (
     servegen,
     sharegpt,
 )
-from vsim.traces.csv_table import header_of
+from vsim.traces.csv_blocks import header_of
 from vsim.traces.draft import Draft, finish
 from vsim.traces.files import TraceFile, open_trace_file
 from vsim.traces.jsonl import parse, read_array
