@@ -17,7 +17,7 @@ from vsim.traces.clock import (
     number_to_ns,
     parse_number,
 )
-from vsim.traces.csv_blocks import Fields, arrow_columns, delimiter_of, header_of
+from vsim.traces.csv_blocks import Fields, arrow_columns, delimiter_of, header_of, split
 from vsim.traces.digits import Bools, datetimes, decimals, integers
 from vsim.traces.draft import MAX_TOKENS, Draft, choose_unit
 from vsim.traces.files import TraceFile
