@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -81,8 +82,15 @@ def scenes(limits: Limits) -> list[Scene]:
 
     found: list[Scene] = []
 
+    def split(new: float, at: float) -> tuple[int, int]:
+        """(sequences, tokens of each) for `new` tokens: more than a sequence holds come from several."""
+        sequences = max(1, math.ceil(new / max(2, longest - at)))
+        return sequences, max(2, int(new / sequences))
+
     def prefill(level: int, new: float, context: float = 0, chunks: int = 1) -> None:
-        size, at = max(2, int(new)), whole(context)
+        at = whole(context)
+        parts, size = split(new, at)
+        chunks *= parts
         name = f"prefill {chunks}x{size} at {at}" if chunks > 1 else f"prefill {size} at {at}"
         found.append(Scene(name, level, prefills=((size, at),) * chunks, injections=2))
 
@@ -104,14 +112,14 @@ def scenes(limits: Limits) -> list[Scene]:
 
     def mixed(level: int, batch: float, context: float, new: float, at: float = 0) -> None:
         n, c, p = max(1, int(batch)), whole(context), whole(at)
-        size = max(2, min(int(new), t - n))
+        parts, size = split(max(2, min(new, t - n)), p)
         found.append(
             Scene(
-                f"mixed {n} at {c} with {size} at {p}",
+                f"mixed {n} at {c} with {parts}x{size} at {p}",
                 level,
                 decodes=(c,) * n,
                 decode_steps=2,
-                prefills=((size, p),),
+                prefills=((size, p),) * parts,
                 injections=3,
             )
         )

@@ -47,11 +47,13 @@ class FakeWorker:
 
     noise = 0.0
     wall_over_cpu = 1.0  # above 1: another process has the core meanwhile
+    drift = 0.0  # each served run is slower than the one before it by this share
     after_scene: Callable[[int], None] | None = None  # called with the number of scenes so far
     scenes = 0
 
     def __init__(self, python: Path, env: dict[str, str], folder: Path) -> None:
         self.hello = dict(HELLO)
+        self._slower = 1.0
         self._rng = np.random.default_rng(FakeWorker.scenes)
 
     def __enter__(self) -> FakeWorker:
@@ -123,6 +125,7 @@ class FakeWorker:
                 v2_model_runner=False,
             )
         )
+        self._slower *= 1 + self.drift
         now = sent = index = 0
         began = time.monotonic()
         while sent < len(requests) or scheduler.has_unfinished_requests():
@@ -170,7 +173,10 @@ class FakeWorker:
             max(contexts, default=0),
         )
         device = round(
-            imagined_seconds(shape) * (1 + self.noise * self._rng.standard_normal()) * 1e9
+            imagined_seconds(shape)
+            * self._slower
+            * (1 + self.noise * self._rng.standard_normal())
+            * 1e9
         )
         cpu = device + 300_000
         return {

@@ -31,6 +31,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> type[FakeWorker]:
     monkeypatch.setattr(campaign, "LEAST_GRID_S", 0.2)
     for name, value in (
         ("noise", 0.0),
+        ("drift", 0.0),
         ("wall_over_cpu", 1.0),
         ("after_scene", None),
         ("scenes", 0),
@@ -208,6 +209,12 @@ def test_interference_is_seen_and_the_cpu_clock_does_without_it(
     assert by_cpu.complaints == []
     assert abs(by_cpu.step_error["bias_pct"]) < 2
     assert abs(disturbed.step_error["bias_pct"]) > 15
+
+
+def test_repeats_far_apart_are_doubted(profile: Path, machine: type[FakeWorker]) -> None:
+    machine.drift = 0.1
+    check = live_check(spot(profile, clock="cpu"), quiet).check
+    assert any("between the repeats" in sentence for sentence in check.complaints)
 
 
 def test_two_repeats_are_too_few_to_know_the_noise(profile: Path) -> None:

@@ -268,6 +268,12 @@ def test_the_first_wave_alone_spans_the_engine() -> None:
     assert any(s.decodes and s.prefills for s in first)
 
 
+def test_a_full_step_is_measured_even_where_no_sequence_fills_it() -> None:
+    short = Limits(2048, 64, 512, 131072, 32)
+    fullest = max(sum(n for n, _ in s.prefills) for s in scenes(short))
+    assert fullest > 0.95 * short.max_num_batched_tokens
+
+
 def test_each_scene_is_measured_as_often_as_asked() -> None:
     from collections import Counter
 
