@@ -164,6 +164,7 @@ def replay(
     from vsim.sim.run_io import check_target, write_run
     from vsim.sim.summary import summarize, summary_json
     from vsim.sim.table import render_table
+    from vsim.sim.text import plain
     from vsim.traces.readers import read_trace
 
     if out is not None:
@@ -202,14 +203,15 @@ def replay(
     if as_json:
         click.echo(summary_json(summary), nl=False)
         return
-    click.echo(_heading(deployment, step_model, requests))
+    for line in _heading(deployment, step_model, requests):
+        click.echo(plain(line))
     click.echo(render_table(summary))
     if run.ended_early:
         click.echo(f"The run ended early: {run.ended_early}")
     if run.assumptions:
         click.echo("Assumptions:")
         for sentence in run.assumptions:
-            click.echo(f"- {sentence}")
+            click.echo(f"- {plain(sentence)}")
     if out is not None:
         click.echo(f"Wrote {out}{'/report.html' if report else ''}")
 
@@ -232,11 +234,11 @@ def _needed(engine_flags: dict[str, Any], profile: str | None) -> tuple[str, str
     return str(model), str(gpu)
 
 
-def _heading(deployment: Any, step_model: Any, trace: Trace) -> str:
+def _heading(deployment: Any, step_model: Any, trace: Trace) -> tuple[str, str]:
     config = deployment.scheduler
     return (
         f"{deployment.model.name} on {deployment.gpus_per_replica} x {deployment.gpu.name}, "
         f"vLLM {config.engine_version} ({config.engine.upper()}): {len(trace):,} requests of {trace.source.name} "
-        f"({trace.source.format}) over {trace.span_s:,.0f} s\n"
-        f"Step time: {step_model.label}"
+        f"({trace.source.format}) over {trace.span_s:,.0f} s",
+        f"Step time: {step_model.label}",
     )
