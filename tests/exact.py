@@ -64,7 +64,7 @@ def main() -> int:
     parser.add_argument("--start", type=int, default=0, help="first case of the series")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument(
-        "--out", type=Path, default=Path("exact-failures"), help="where differing cases go"
+        "--out", type=Path, default=Path("build/exact"), help="where differing cases go"
     )
     parser.add_argument(
         "--real-only", action="store_true", help="only the real engine and its census"
