@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from vsim.calibrate.case import Case
 from vsim.calibrate.follow import follow, frontend_seconds
-from vsim.calibrate.predict import predict
+from vsim.calibrate.predict import parts, predict_part
 from vsim.models.correction import NAMES, Coefficients, CorrectedStepModel, group_features
 from vsim.models.step import StepModel, StepShape, lockstep_seconds
 
@@ -53,6 +53,11 @@ class _Equations:
     goal: list[float] = field(default_factory=list)
     sigma: list[float] = field(default_factory=list)
 
+    def add(self, other: _Equations) -> None:
+        self.rows += other.rows
+        self.goal += other.goal
+        self.sigma += other.sigma
+
 
 def fit_first(
     case: Case,
@@ -71,7 +76,8 @@ def fit_first(
     """
     learned = frontend_seconds(case, visible)
     frontend_s = frontend_s if learned is None else learned
-    widths = PRIOR_WIDTH.get(kind, OTHER_PRIOR_WIDTH) * _worth(prior, case.ranks)
+    pieces = [(part, int((rows < visible).sum())) for part, rows in parts(case, prior, frontend_s)]
+    widths = PRIOR_WIDTH.get(kind, OTHER_PRIOR_WIDTH) * _worth(prior, pieces[0][0].ranks)
     coefficients = Coefficients()
     trail = []
     used = requests = conflicts = 0
@@ -80,8 +86,13 @@ def fit_first(
     for turn in range(ROUNDS):
         progress(f"fit: round {turn + 1} of {ROUNDS}")
         model = CorrectedStepModel(prior, coefficients)
-        near, conflicts = _interval_equations(case, prior, model, visible, frontend_s)
-        whole = _request_equations(case, prior, model, visible, frontend_s)
+        near, whole, conflicts = _Equations(), _Equations(), 0
+        for part, seen in pieces:
+            found, against = _interval_equations(part, prior, model, seen, frontend_s)
+            near.add(found)
+            conflicts += against
+            # One run's request equations say much the same: their noise grows with their number.
+            whole.add(_request_equations(part, prior, model, seen, frontend_s))
         used, requests = len(near.goal), len(whole.goal)
         matrix = np.array([*near.rows, *whole.rows]).reshape(-1, len(TERMS))
         goal = np.array([*near.goal, *whole.goal])
@@ -166,7 +177,7 @@ def _request_equations(
     case: Case, prior: StepModel, model: StepModel, visible: int, frontend_s: float
 ) -> _Equations:
     """Each request's time from first to last token, over the steps of a free run."""
-    run = predict(case, model, frontend_s, stop_after_first=visible)
+    run = predict_part(case, model, frontend_s, stop_after_first=visible)
     ends = np.array([wave.end_ns for wave in run.waves])
     seconds = np.cumsum([0.0, *(lockstep_seconds(prior, wave.shapes) for wave in run.waves)])
     terms = np.vstack(

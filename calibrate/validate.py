@@ -151,9 +151,10 @@ def validate(
     metrics = _distances(case, run, mask & served)
     assumptions = [*case.assumptions, *said, *counted.assumptions]
     if case.ranks > 1:
+        how = "step together" if case.model.moe else "run free of each other"
         assumptions.append(
-            f"{case.ranks} data-parallel ranks step together; requests go to the shortest queue, "
-            "as vLLM's own balancer sends them"
+            f"{case.ranks} data-parallel ranks {how}; requests go to the shortest queue, as vLLM's own "
+            "balancer sends them"
         )
     if not case.scheduler.async_scheduling and not model.host_seconds(DUMMY):
         assumptions.append(

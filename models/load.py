@@ -169,7 +169,7 @@ def load_step_model(
             if calibration.kind == "engine-steps"
             else None
         )
-        notes = (note,) if note else ()
+        notes: tuple[str, ...] = (note,) if note else ()
         notes += _other_widths(calibration, name, weight_bytes_per_param, kv_bytes_per_element)
         return LoadedStepModel(calibration.step_model(context), calibration, name, notes=notes)
     if gpu is None or model is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,6 @@ import numpy.typing as npt
 from vsim.models.step import StepShape
 from vsim.sim.config import SchedulerConfig
 from vsim.sim.engine import make_scheduler
-from vsim.sim.scheduler import Scheduler
 from vsim.sim.step import Step, StepOutput
 from vsim.traces.trace import Trace
 
@@ -54,6 +54,16 @@ class LockstepRun:
     ended_early: str | None = None
 
 
+class Queues(Protocol):
+    """What a rank reports: requests waiting and running."""
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def num_running(self) -> int: ...
+
+
 class QueueBalancer:
     """vLLM's own routing between data-parallel ranks: least 4 x waiting + running, lowest rank first.
 
@@ -61,16 +71,16 @@ class QueueBalancer:
     v1/engine/core_client.py, `DPLBAsyncMPClient.get_core_engine_for_request`).
     """
 
-    def __init__(self, schedulers: Sequence[Scheduler]) -> None:
-        self._schedulers = schedulers
-        self._counts = [[0, 0] for _ in schedulers]
+    def __init__(self, ranks: Sequence[Queues]) -> None:
+        self._ranks = ranks
+        self._counts = [[0, 0] for _ in ranks]
         self._reported_ns = -STATS_INTERVAL_NS
 
     def report(self, now: int) -> None:
         """A step ended at `now`: the ranks report, at most once an interval."""
         if now - self._reported_ns >= STATS_INTERVAL_NS:
             self._reported_ns = now
-            self._counts = [[s.num_waiting, s.num_running] for s in self._schedulers]
+            self._counts = [[s.num_waiting, s.num_running] for s in self._ranks]
 
     def route(self) -> int:
         scores = [4 * waiting + running for waiting, running in self._counts]

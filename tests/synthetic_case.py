@@ -82,6 +82,8 @@ def write_case(
         sent = int(case.trace.arrival_ns[i])
         first, last = int(run.first_token_ns[i]), int(run.finish_ns[i])
         inbox = sent + round(frontend_s * 1e9)
+        if not run.waves:  # replicas that run free: their step boundaries are not at hand
+            ends = np.array([0, inbox])
         at = int(np.searchsorted(ends, inbox))
         busy = at < len(ends) and any(
             w.start_ns <= inbox < w.end_ns for w in run.waves[max(0, at - 2) : at + 1]

@@ -106,7 +106,7 @@ class Queue:
 
 
 def test_the_balancer_weighs_waiting_four_times_and_counts_what_it_sent() -> None:
-    balancer = QueueBalancer([Queue(1, 0), Queue(0, 3)])  # type: ignore[list-item]
+    balancer = QueueBalancer([Queue(1, 0), Queue(0, 3)])
     assert [balancer.route() for _ in range(3)] == [0, 1, 0]  # nothing reported yet: in turn
     balancer.report(10**9)
     assert [balancer.route() for _ in range(2)] == [1, 0]
@@ -240,6 +240,14 @@ def test_intervals_hold_the_truth_and_narrow_with_what_was_learned(dense: Any) -
     assert low < fitted.metrics["e2e"].predicted_s["mean"] < high
     again = validate(dense, dense.step_model(None), 0, draws=6).validation
     assert again.intervals == blind.intervals  # same seed, same numbers
+
+
+def test_replicas_of_a_dense_model_run_free_and_are_fitted_together(tmp_path: Path) -> None:
+    case = write_case(tmp_path / "dp2", TRUTH, {"data_parallel_size": 2}, requests=60, rate=14)
+    assert case.ranks == 2
+    result = validate(case, case.step_model(None), 30).validation
+    assert abs(result.metrics["e2e"].error_pct["mean"]) < 2
+    assert any("run free of each other" in sentence for sentence in result.assumptions)
 
 
 # --- the handed cases -----------------------------------------------------------------------------------
