@@ -125,6 +125,7 @@ class Case:
             self.folder / "profile",
             num_layers=self.model.num_layers,
             hidden_size=self.model.hidden_size,
+            vocab_size=self.model.vocab_size,
             tensor_parallel_size=self.tensor_parallel_size,
             num_experts=moe.num_experts if moe else 0,
             experts_per_token=moe.experts_per_token if moe else 0,

@@ -219,6 +219,7 @@ def _from_tables(
         tables,
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
+        vocab_size=model.vocab_size,
         tensor_parallel_size=tensor_parallel_size,
         num_experts=moe.num_experts if moe else 0,
         experts_per_token=moe.experts_per_token if moe else 0,

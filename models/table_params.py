@@ -73,6 +73,7 @@ def build_tables(params: Mapping[str, Any], context: StepContext) -> TablesStepM
         if experts
         else None,
         token_bytes=2 * int(params["hidden_size"]),
+        logits_bytes=2 * -(-int(params.get("vocab_size") or 0) // tp),
         tensor_link=_link(params["link"], tp) if tp > 1 else None,
         expert_link=_link(params["link"], tp * dp) if experts and dp > 1 else None,
         graph_sizes=context.graph_sizes,

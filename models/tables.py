@@ -75,7 +75,9 @@ class TablesStepModel:
     attention: AttentionGrid
     experts: ExpertTable | None = None
     token_bytes: int = 0  # hidden_size x bytes per activation: what a collective moves for a token
-    tensor_link: Link | None = None  # two all-reduces a layer and one after the embedding
+    logits_bytes: int = 0  # a rank's share of one sequence's logits
+    # Two all-reduces a layer, one after the embedding, and the logits gathered before sampling.
+    tensor_link: Link | None = None
     expert_link: Link | None = None  # dispatch and combine around each MoE block (data parallel)
     graph_sizes: Sequence[int] = ()
     host_base_s: float = 0.0
@@ -121,7 +123,7 @@ class TablesStepModel:
         largest = max(tokens)
         if self.graph_sizes and largest <= self.graph_sizes[-1]:
             tokens = [largest] * len(tokens)
-        head = max(self.head(shape.num_seqs) for shape in shapes) * US
+        head = max(self._head_seconds(shape.num_seqs) for shape in shapes)
         attention = max(self.attention.us(shape) for shape in shapes)
         return self._token_seconds(largest, sum(tokens)) + head + self._attention_scale * attention
 
@@ -133,8 +135,17 @@ class TablesStepModel:
             self._by_tokens[tokens] = by_tokens
         by_seqs = self._by_seqs.get(seqs)
         if by_seqs is None:
-            by_seqs = self._by_seqs[seqs] = self.head(seqs) * US if seqs else 0.0
+            by_seqs = self._by_seqs[seqs] = self._head_seconds(seqs)
         return by_tokens + by_seqs
+
+    def _head_seconds(self, seqs: int) -> float:
+        """lm_head and sampler of `seqs` sequences, logits gathered from all tensor-parallel ranks."""
+        if not seqs:
+            return 0.0
+        seconds = self.head(seqs) * US
+        if self.tensor_link is not None:
+            seconds += self.tensor_link.all_gather_s(seqs * self.logits_bytes)
+        return seconds
 
     def _token_seconds(self, tokens: int, group_tokens: int) -> float:
         """Everything but attention and head: `tokens` on this rank, `group_tokens` on all that share experts."""

@@ -261,6 +261,18 @@ def test_two_ranks_add_collectives_that_are_called_assumed() -> None:
     assert two < RTXPRO.device_seconds(decodes(64, 1000))
 
 
+def test_two_ranks_gather_the_logits_of_every_sequence() -> None:
+    folder = CASES / "rtxpro6000-llama-3.1-8b" / "profile"
+
+    def seconds(vocab: int) -> float:
+        calibration = from_tables(
+            folder, num_layers=32, hidden_size=4096, vocab_size=vocab, tensor_parallel_size=2
+        )
+        return calibration.step_model(StepContext(128, 2048)).device_seconds(decodes(64, 1000))
+
+    assert seconds(128256) - seconds(0) == pytest.approx(64 * 128256 / 2 * 2 / 32e9, rel=1e-3)
+
+
 def test_experts_come_from_their_own_table(profile: Path) -> None:
     rows = ["tokens,activated_experts,time_us"]
     rows += [f"{t},{e},{10 * e + t}" for t in (1, 64, 2048) for e in (2, 8, 64)]
