@@ -44,13 +44,11 @@ class SkewAlpha:
         )
         return self.alpha.get(key, self.default)
 
-    def decode_only(self, n: int, longest: FloatArray) -> FloatArray:
-        """`at` for steps without a chunk; `longest` and the answer of shape (k,)."""
-        bins = np.searchsorted(self.longest_bins, longest)
-        middles = [*self.longest_bins, self.longest_bins[-1] + 1] if self.longest_bins else [1.0]
-        by_bin = np.array([self.at(0, n, middle, 0) for middle in middles])
-        picked: FloatArray = by_bin[bins]
-        return picked
+    def decode_only(self, n: int) -> list[float]:
+        """`at` for n decodes without a chunk, by bin of the longest context."""
+        inside = list(self.longest_bins)
+        beyond = inside[-1] + 1 if inside else 1.0
+        return [self.at(0, n, longest, 0) for longest in (*inside, beyond)]
 
     def _chunk_bin(self, chunk: float) -> int:
         i, j, weight = bracket(self.chunks, chunk)
@@ -79,6 +77,7 @@ class AttentionGrid:
     _mixed: dict[tuple[int, int, int], Curve] = field(default_factory=dict, init=False)
     _mixed_chunks: list[int] = field(default_factory=list, init=False)
     _decode_by_n: dict[int, Curve] = field(default_factory=dict, init=False)
+    _alpha_by_n: dict[int, list[float]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         decode: dict[int, list[tuple[int, float]]] = {}
@@ -115,11 +114,7 @@ class AttentionGrid:
         """us of one layer's attention in a step of this shape."""
         n = shape.num_decodes
         if not shape.prefills:
-            if n == 0:
-                return 0.0
-            curve = self.decode_curve(n)
-            mean = shape.decode_context_sum / n
-            return self._skewed(curve, n, mean, shape.decode_context_max)
+            return self._decode_us(shape) if n else 0.0
         tokens = shape.prefill_tokens
         key = shape.prefill_work / tokens
         if n == 0 or not self._mixed_chunks:
@@ -151,7 +146,8 @@ class AttentionGrid:
         if self.skew is None or n == 1:
             return at_mean
         longest = (shape.decode_context_max + i).astype(np.float64)
-        alpha = self.skew.decode_only(n, longest)
+        bins = np.searchsorted(self.skew.longest_bins, longest)
+        alpha = np.array(self._decode_alpha(n))[bins]
         skewed: FloatArray = np.where(
             (longest <= mean) | (alpha == 0.0),
             at_mean,
@@ -169,14 +165,25 @@ class AttentionGrid:
             self._decode_by_n[n] = curve
         return curve
 
-    def _skewed(self, curve: Curve, n: int, mean: float, longest: float) -> float:
+    def _decode_us(self, shape: StepShape) -> float:
+        n = shape.num_decodes
+        curve = self.decode_curve(n)
+        mean = shape.decode_context_sum / n
         at_mean = curve(mean)
+        longest = shape.decode_context_max
         if self.skew is None or n == 1 or longest <= mean:
             return at_mean
-        alpha = self.skew.at(0, n, longest, 0)
+        alpha = self._decode_alpha(n)[bisect_left(self.skew.longest_bins, longest)]
         if alpha == 0.0:
             return at_mean
         return at_mean + alpha * (curve(longest) - at_mean)
+
+    def _decode_alpha(self, n: int) -> list[float]:
+        """`SkewAlpha.decode_only`, cached by n."""
+        alpha = self._alpha_by_n.get(n)
+        if alpha is None and self.skew is not None:
+            alpha = self._alpha_by_n[n] = self.skew.decode_only(n)
+        return alpha or []
 
     def _prefill_us(self, tokens: float, key: float) -> float:
         i, j, weight = bracket(self._prefill_chunks, tokens)

@@ -86,9 +86,10 @@ class TablesStepModel:
     _by_seqs: dict[int, float] = field(default_factory=dict, init=False)
 
     def device_seconds(self, shape: StepShape) -> float:
-        return self._fixed(
-            shape.num_tokens, shape.num_seqs
-        ) + self._attention_scale * self.attention.us(shape)
+        attention = self._attention_scale * self.attention.us(shape)
+        if not shape.prefills:
+            return self._fixed(shape.num_decodes, shape.num_decodes) + attention
+        return self._fixed(shape.num_tokens, shape.num_seqs) + attention
 
     def decode_run_seconds(self, shape: StepShape, steps: int) -> FloatArray:
         """See `RunStepModel`: only attention changes along the run."""
