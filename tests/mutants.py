@@ -1,6 +1,6 @@
 """Would the generated cases notice? Deliberate simplifications of our V1 scheduler, one at a time.
 
-    python tests/mutants.py [--n 120] [--seed 32]
+    python tests/mutants.py [--n 200] [--seed 32]
 
 The real engine's steps are recorded once; then each mutant is compared with them. Prints how many cases catch
 each and exits 1 if one goes unnoticed. Not part of `make test`: run it when the generator or the scheduler changes.
@@ -155,7 +155,7 @@ def count_differing(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--n", type=int, default=120)
+    parser.add_argument("--n", type=int, default=200)
     parser.add_argument("--seed", type=int, default=32)
     options = parser.parse_args()
     if reason := missing("v1"):
