@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from vsim.calibrate.design import Limits
-from vsim.calibrate.fit_samples import fit_samples
 from vsim.calibrate.measure import (
     KERNEL_REPEATS,
     SERVING_SHARE,
@@ -191,6 +190,11 @@ def _fit(plan: Plan, spec: ModelSpec, config: dict[str, Any], interrupted: bool)
     path = compact(plan.out)
     cores = int(next(iter(samples.sessions.values())).get("cores") or 1)
     warning = busy_warning(samples, cores)
+    try:
+        from vsim.calibrate.fit_samples import fit_samples
+    except ImportError as missing:
+        why = f"{missing.name} is not installed here: take the samples to a machine with it and --refit"
+        return Outcome(samples, path, None, why, warning, interrupted)
     try:
         calibration = fit_samples(samples, provenance(plan, spec, config, samples, warning))
     except UserError as error:

@@ -27,6 +27,7 @@ class Scheduled:
     waiting: int
     kv_blocks_used: int
     device_ns: int = 0
+    launched_ns: int = 0
 
 
 @dataclass(slots=True)
@@ -56,7 +57,7 @@ class RecordedEngine:
     Times: a step lasts from its `schedule()` call, or from the end of the step before it where the two
     overlap, to the end of the `LLMEngine.step()` call that processed its output. The device's part is the
     wall time of `execute_model` and `sample_tokens` on the CPU, and the time between two CUDA events around
-    them on a GPU.
+    them on a GPU; with tensor parallelism the time from launch to output.
     """
 
     def __init__(self, engine_args: dict[str, Any], temperature: float = 0.0) -> None:
@@ -79,7 +80,9 @@ class RecordedEngine:
         # One block is vLLM's null block and never holds a token.
         self.usable_blocks = int(self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks) - 1
         self.vocab_size = int(self.config.model_config.get_vocab_size())
-        self.on_cuda = bool(current_platform.is_cuda_alike())
+        # With tensor parallelism the model runs in vLLM's worker processes, out of reach from here.
+        self.remote = int(self.config.parallel_config.tensor_parallel_size) > 1
+        self.on_cuda = bool(current_platform.is_cuda_alike()) and not self.remote
         self._torch = torch
         self._events: deque[tuple[Scheduled, Any, Any]] = deque()
         self._pending: deque[Scheduled] = deque()
@@ -90,7 +93,7 @@ class RecordedEngine:
         self._last_end_ns = 0
         self._tokens = np.random.default_rng(0)
         self._wrap()
-        if not self.on_cuda:
+        if not current_platform.is_cuda_alike() and not self.remote:
             self._touch_kv_cache()
 
     # --- hooks -----------------------------------------------------------------------------------
@@ -117,8 +120,10 @@ class RecordedEngine:
             return output
 
         def recorded_update(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            outputs = update(scheduler_output, *args, **kwargs)
             scheduled = self._pending.popleft()
+            if self.remote:
+                scheduled.device_ns = time.perf_counter_ns() - scheduled.launched_ns
+            outputs = update(scheduler_output, *args, **kwargs)
             emitted, finished = [], []
             for client in outputs.values():
                 for out in client.outputs:
@@ -139,6 +144,10 @@ class RecordedEngine:
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             scheduled = self._pending[-1] if self._pending else None
+            if self.remote:
+                if first and scheduled is not None:
+                    scheduled.launched_ns = time.perf_counter_ns()
+                return call(*args, **kwargs)
             if self.on_cuda and scheduled is not None:
                 event = self._torch.cuda.Event(enable_timing=True)
                 if first:
