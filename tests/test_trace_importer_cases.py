@@ -222,3 +222,41 @@ def test_t26_a_cap_is_not_a_length(read) -> None:  # type: ignore[no-untyped-def
 def test_t28_no_rows_is_an_error(read, text: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(UserError, match="no requests"):
         read(text)
+
+
+def test_t26_without_any_arrival_time_the_cap_is_still_what_matters(read) -> None:  # type: ignore[no-untyped-def]
+    rows = [{"input_length": 100, "max_tokens": 64}]
+    with pytest.raises(UserError, match="is a cap, not a length"):
+        read(rows)
+    said = " ".join(read(rows, output_tokens_model="upper-bound").assumptions)
+    assert "upper bounds" in said and "no arrival times" in said
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"arrival": 100.0, "first_token": 99.998, "end": 101.2},
+        {"ttft": 0.2, "itls": [0.03, 0.03, 0.03], "output_tokens": 9, "latency": 0.29},
+    ],
+)
+def test_t17_t20_a_latency_log_without_lengths_is_no_trace(read, row: dict[str, object]) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(UserError, match="a log of measured latencies"):
+        read([row])
+
+
+def test_a_csv_without_a_header_says_so(read) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(UserError, match="first line holds values"):
+        read("5,ChatGPT,472,0,472,Conversation log\n")
+
+
+def test_all_failed_is_no_trace(read) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(UserError, match=r"all rows \(1\) have 0 output tokens"):
+        read(BURST + "5,ChatGPT,472,0,472,Conversation log\n")
+
+
+def test_some_rows_without_a_timestamp_are_errors(read) -> None:  # type: ignore[no-untyped-def]
+    rows = [mooncake(), {"input_length": 10, "output_length": 2}]
+    with pytest.raises(UserError, match="t:2: timestamp is missing"):
+        read(rows)
+    with pytest.raises(UserError, match="t:2: has a timestamp, unlike the rows before"):
+        read(rows[::-1])

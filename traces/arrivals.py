@@ -36,7 +36,8 @@ def scale_time(trace: Trace, factor: float) -> Trace:
 
 
 def _scaled(ns: Int64Array, factor: float) -> Int64Array:
-    scaled = ns * factor
+    with np.errstate(over="ignore"):  # said below
+        scaled = ns * factor
     if len(scaled) and scaled.max() >= 2.0**62:
         raise UserError(f"time_scale={factor} makes the trace longer than 146 years")
     return np.round(scaled).astype(np.int64)

@@ -29,7 +29,7 @@ BURSTGPT = CsvSpec(
         "tenant": "Model",
     },
     unit="s",
-    zero_means="failed requests, in BurstGPT's words",
+    zero_means="failed requests",
 )
 # microsoft/vidur: the Azure 2023 trace re-based to seconds.
 VIDUR = CsvSpec(

@@ -134,7 +134,10 @@ def finish(draft: Draft, report: Report, source: TraceSource) -> Trace:
             report.assume(f"Only the first {limit} requests of the file are used (limit).")
     if not keep.any():
         if n:
-            report.fail(f"no request is left: all {n} rows have zero output tokens")
+            report.fail(
+                f"no request is left: all rows ({n}) have 0 output tokens ({draft.zero_means}); "
+                "--zero-output prefill-only keeps their prompts as load"
+            )
         if report.dropped:
             report.fail(f"no request is left: {'; '.join(report.all_sentences())}")
         report.fail("has no requests, only a header or nothing; a trace needs at least one")

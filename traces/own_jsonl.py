@@ -55,6 +55,7 @@ def read_jsonl(
     header: dict[str, Any] = {}
     first = True
     served = 0
+    timeless: bool | None = None  # the first row decides whether the file has arrival times
     plain = (0, "", "", False, -1, 0)
     for line, row in jsonl.read_rows(file, report):
         if first:
@@ -62,7 +63,7 @@ def read_jsonl(
             if "schema" in row:
                 header = _header(row, report, line)
                 continue
-        if len(row) == 3 and _is_plain(row, f_ns, f_in, f_out):
+        if len(row) == 3 and not timeless and _is_plain(row, f_ns, f_in, f_out):
             # Most rows of a long file: three sound integers and nothing else to look at.
             times.append(row[f_ns])
             in_ns.append(True)
@@ -82,7 +83,15 @@ def read_jsonl(
                 _note_block(header, block)
             has_ns = f_ns in row
             check = jsonl.Checks()
-            time = check(jsonl.number, row, f_ns) if has_ns else check(_time, row, f_time)
+            if timeless is None:
+                timeless = not has_ns and row.get(f_time) is None and f_time not in row
+                if timeless:
+                    report.oddity(jsonl.NO_ARRIVALS)
+            time: int | Decimal
+            if timeless:
+                time = check(_no_time, row, f_ns, f_time)
+            else:
+                time = check(jsonl.number, row, f_ns) if has_ns else check(_time, row, f_time)
             length = check(jsonl.tokens, row, f_in, report, line)
             generated = check(output_tokens, row, f_out, f_max, report, line)
             cap = -1 if row.get(f_max) is None else check(jsonl.tokens, row, f_max, report, line)
@@ -154,6 +163,13 @@ def read_jsonl(
     report.dropped.update(header.get("dropped", {}))
     draft.extra.update({name: header[name] for name in ("source", "origin_ns") if name in header})
     return draft
+
+
+def _no_time(row: dict[str, Any], f_ns: str, f_time: str) -> int:
+    """0 for a row of a file without arrival times. Raises RowError if this row has one after all."""
+    if f_ns in row or row.get(f_time) is not None:
+        raise RowError(f"has a {f_time}, unlike the rows before")
+    return 0
 
 
 def _is_plain(row: dict[str, Any], f_ns: str, f_in: str, f_out: str) -> bool:

@@ -193,15 +193,11 @@ def read_mapped_jsonl(file: TraceFile, report: Report) -> Draft:
     for _, row in _first_rows(file):
         sample.update(dict.fromkeys(row))
     names = _names(list(sample), report)
-    if "timestamp_ns" not in names and "timestamp" not in names:
-        report.fail(
-            "no field is known to hold the arrival time; name it with --map timestamp=FIELD", 1
-        )
     if "input_tokens" not in names:
         report.fail(
             "no field is known to hold input_tokens; name it with --map input_tokens=FIELD", 1
         )
-    return read_jsonl(file, report, names, unit=None if "timestamp" in names else "ns")
+    return read_jsonl(file, report, names, unit=None)
 
 
 def _first_rows(file: TraceFile) -> list[tuple[int, dict[str, object]]]:

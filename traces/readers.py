@@ -158,6 +158,13 @@ def sniff(file: TraceFile, has_map: bool = False) -> str:
         return "csv"
     known = csv_formats.recognise(header) or ("csv" if plain.can_guess(header) else None)
     if known is None:
+        if header and header[0][:1].isdigit():
+            raise UserError(
+                printable(
+                    f"{file.name}: its first line holds values ({', '.join(header)[:100]}), not column names; "
+                )
+                + "put a header line such as timestamp,input_tokens,output_tokens before it"
+            )
         raise _unknown(
             file, f"a CSV with columns {', '.join(header)[:200]}" if len(header) > 1 else "text"
         )
@@ -195,6 +202,11 @@ def _sniff_json(file: TraceFile, has_map: bool) -> str:
     for name, fits in by_keys:
         if fits:
             return name
+    if keys & {"ttft", "ttft_s", "ttfts", "first_token"}:
+        raise UserError(
+            f"{file.name}: is a log of measured latencies without prompt and output lengths: it can be compared with, "
+            "but not replayed; add input_tokens, output_tokens and timestamp to each line"
+        )
     raise _unknown(file, f"JSON with fields {', '.join(map(str, list(row)[:12]))[:200]}")
 
 
@@ -205,6 +217,10 @@ def _first_object(file: TraceFile) -> dict[str, object] | None:
     """
     lines = [line for line in file.head.split(b"\n") if line.strip()]
     if file.head.lstrip()[:1] == b"[":
+        if file.head.strip() == b"[]":
+            raise UserError(
+                f"{file.name}: has no requests, only an empty list; a trace needs at least one"
+            )
         quiet = Report(file.name, ReadOptions(on_error="skip"))
         return next((row for _, row in read_array(file, quiet)), None)
     for line in lines[:20]:
@@ -223,8 +239,8 @@ def _first_object(file: TraceFile) -> dict[str, object] | None:
 
 
 def _unknown(file: TraceFile, what: str) -> UserError:
-    known = "; ".join(f"{name} ({entry.says})" for name, entry in FORMATS.items())
     return UserError(
-        f"{printable(f'{file.name}: is {what}')}, which is no trace format known here. Name its columns with "
-        f"--map input_tokens=COLUMN --map output_tokens=COLUMN --map timestamp=COLUMN, or its format with --format: {known}"
+        printable(f"{file.name}: is {what}, which is no trace format known here; ")
+        + "name its columns with --map input_tokens=COLUMN --map output_tokens=COLUMN --map timestamp=COLUMN, "
+        f"or its format with --format (one of {', '.join(FORMATS)})"
     )
