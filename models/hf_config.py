@@ -43,6 +43,9 @@ _FAMILY_DEFAULTS: dict[str, Config] = {
     "gpt_oss": {"head_dim": 64, "max_position_embeddings": 131072, "sliding_window": 128},
 }
 
+# Families whose parameter counts and KV caches were checked against published ones.
+_CHECKED_FAMILIES = {*_FAMILY_DEFAULTS, "deepseek_v3", "kimi_k2"}
+
 _NO_ROPE_FACTOR = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 _LENGTH_KEYS = (
     "max_position_embeddings",
@@ -91,8 +94,10 @@ def _max_model_len(config: Config, where: str) -> int:
         factor = rope.get("factor")
         if kind not in _NO_ROPE_FACTOR and isinstance(factor, int | float) and factor > 0:
             length *= factor
-        if kind == "longrope":
-            length = config.get("original_max_position_embeddings", length)
+        if kind == "longrope" and config.get("original_max_position_embeddings") is not None:
+            length = _integer(config, ("original_max_position_embeddings",), where)
+    if length > 1 << 40:
+        raise UserError(f"{where}: a max_model_len of {length:.3g} tokens is beyond any model")
     return int(length)
 
 
@@ -103,6 +108,8 @@ def _layer_types(config: Config, num_layers: int, where: str) -> list[LayerSpec]
     if config.get("use_sliding_window") is False:
         window = None
     types = config.get("layer_types")
+    if types is not None and not isinstance(types, list):
+        raise UserError(f"{where}: layer_types={types!r} must be a list, one entry a layer")
     if isinstance(types, list):
         if len(types) != num_layers:
             raise UserError(
@@ -164,6 +171,10 @@ def _moe(config: Config, where: str) -> tuple[Moe | None, Callable[[int], bool]]
         shared_gate=family.startswith("qwen") and shared > 0,
         expert_bias=family == "gpt_oss",
     )
+    if moe.experts_per_token > experts:
+        raise UserError(
+            f"{where}: num_experts_per_tok={moe.experts_per_token} of only {experts} experts"
+        )
     dense_first = _optional(config, "first_k_dense_replace", where) or 0
     every = _optional(config, "moe_layer_freq", where) or 1
     step = _optional(config, "decoder_sparse_step", where) or 1
@@ -207,6 +218,10 @@ def spec_from_config(config: Config, name: str, source: str = "", where: str = "
             )
     if config.get("is_encoder_decoder"):
         raise UserError(f"{where}: encoder-decoder models are not supported")
+    if "bert" in family and not config.get("is_decoder"):
+        raise UserError(
+            f"{where}: {family!r} is an encoder: it generates no text and has no KV cache"
+        )
     hidden = _integer(config, ("hidden_size", "n_embd", "d_model"), where)
     num_layers = _integer(config, ("num_hidden_layers", "n_layer", "num_layers"), where)
     if num_layers > 10_000:
@@ -229,6 +244,10 @@ def spec_from_config(config: Config, name: str, source: str = "", where: str = "
             v_head_dim=_integer(config, ("v_head_dim",), where),
         )
         layers = [LayerSpec("mla")] * num_layers
+    elif heads % kv_heads:
+        raise UserError(
+            f"{where}: num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}"
+        )
     moe, routed = _moe(config, where)
     layers = [LayerSpec(layer.attention, layer.window, routed(i)) for i, layer in enumerate(layers)]
     quantization = config.get("quantization_config") or config.get("compression_config") or {}
@@ -270,6 +289,16 @@ def spec_from_config(config: Config, name: str, source: str = "", where: str = "
         else None,
         quantization_config=quantization,
         source=source,
+    )
+
+
+def family_note(model: ModelSpec) -> str | None:
+    """A sentence where `model` is of a family nobody checked vsim's reading of; None otherwise."""
+    if model.model_type in _CHECKED_FAMILIES:
+        return None
+    return (
+        f"{model.name}: model type {model.model_type or 'unnamed'!r} is none that was checked; its weights and KV "
+        "cache are sized as those of a decoder of Llama's parts with the config's figures"
     )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from vsim.errors import UserError
-from vsim.sim.config import KVGroup, KVOffload, SchedulerConfig
+from vsim.sim.config import MAX_BLOCKS, KVGroup, KVOffload, SchedulerConfig
 from vsim.sim.content import (
     STREAM_TOKENS,
     Run,
@@ -149,7 +149,7 @@ def _v1_case(fields: _Fields, name: str) -> Case:
     config = SchedulerConfig(
         engine="v1",
         block_size=block_size,
-        num_gpu_blocks=take("num_gpu_blocks", _count(1), 1000),
+        num_gpu_blocks=take("num_gpu_blocks", _count(1, MAX_BLOCKS), 1000),
         max_num_seqs=take("max_num_seqs", _count(1), 256),
         max_num_batched_tokens=take("max_num_batched_tokens", _count(1), 2048),
         max_num_scheduled_tokens=take("max_num_scheduled_tokens", _optional(_count(1)), None),
@@ -194,8 +194,8 @@ def _v0_case(fields: _Fields, name: str) -> Case:
         engine="v0",
         engine_version="0.8.5",
         block_size=take("block_size", _count(1), 16),
-        num_gpu_blocks=take("num_gpu_blocks", _count(1), 1000),
-        num_cpu_blocks=take("num_cpu_blocks", _count(0), 1000),
+        num_gpu_blocks=take("num_gpu_blocks", _count(1, MAX_BLOCKS), 1000),
+        num_cpu_blocks=take("num_cpu_blocks", _count(0, MAX_BLOCKS), 1000),
         max_num_seqs=take("max_num_seqs", _count(1), 256),
         max_num_batched_tokens=take("max_num_batched_tokens", _count(1), 2048),
         max_model_len=take("max_model_len", _count(1), 2048),

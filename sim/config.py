@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+# A pool keeps some 130 bytes a block: beyond this a typing mistake would fill the machine's memory. Small
+# models with one-token blocks on the largest GPU stay below it.
+MAX_BLOCKS = 1 << 24
+
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:

@@ -10,6 +10,7 @@ from vsim.models import releases
 from vsim.models.capacity import Capacity, CapacityInput, size_kv_cache
 from vsim.models.draft import Draft, draft_of
 from vsim.models.hardware import Gpu, find_gpu
+from vsim.models.hf_config import family_note
 from vsim.models.memory import GIB
 from vsim.models.model_spec import ModelSpec, load_model
 from vsim.models.quantization import Quantization, resolve_quantization
@@ -23,6 +24,7 @@ from vsim.sim.flags import (
     cache_dtype,
     check_parallel,
     check_scheduler,
+    check_v0_flags,
     model_dtype,
     model_length,
     positive,
@@ -141,10 +143,24 @@ def resolve(
     usage = usage or "server"
     if usage not in ("server", "llm"):
         raise UserError(f"usage={usage!r} must be server or llm")
+    if engine == "v0":
+        check_v0_flags(
+            release,
+            version,
+            max_num_active_seqs=max_num_active_seqs,
+            max_num_scheduled_tokens=max_num_scheduled_tokens,
+            long_prefill_token_threshold_adaptive=long_prefill_token_threshold_adaptive,
+            scheduler_reserve_full_isl=scheduler_reserve_full_isl,
+            watermark=watermark,
+            async_scheduling=async_scheduling,
+            kv_offloading_size=kv_offloading_size,
+        )
     gpu = find_gpu(gpu) if isinstance(gpu, str) else gpu
     model = load_model(model) if isinstance(model, str) else model
     flags = Flags("vLLM " + ".".join(str(n) for n in version[: 2 if engine == "v1" else 3]))
 
+    if (note := family_note(model)) is not None:
+        flags.assumptions.append(note)
     tp = flags.take("tensor_parallel_size", tensor_parallel_size, 1)
     pp = flags.take("pipeline_parallel_size", pipeline_parallel_size, 1)
     dp = flags.take("data_parallel_size", data_parallel_size, 1)

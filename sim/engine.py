@@ -11,7 +11,7 @@ import simpy
 
 from vsim.errors import UserError
 from vsim.models.step import StepModel, StepShape
-from vsim.sim.config import SchedulerConfig
+from vsim.sim.config import MAX_BLOCKS, SchedulerConfig
 from vsim.sim.recorder import Recorder
 from vsim.sim.run import Run
 from vsim.sim.scheduler import Scheduler
@@ -298,8 +298,22 @@ class Replica:
 
 
 def make_scheduler(config: SchedulerConfig) -> Scheduler:
-    """The scheduler of `config.engine`."""
+    """The scheduler of `config.engine`. Raises UserError for what it cannot run."""
+    for name, blocks in (
+        ("num_gpu_blocks", config.num_gpu_blocks),
+        ("num_cpu_blocks", config.num_cpu_blocks),
+    ):
+        if blocks > MAX_BLOCKS:
+            raise UserError(
+                f"{name}={blocks} KV blocks are more than a simulation keeps ({MAX_BLOCKS}): use a larger "
+                "--block-size, or less memory for them (--num-gpu-blocks-override, --swap-space)"
+            )
     if config.engine == "v0":
+        if config.pipeline_parallel_size > 1:
+            raise UserError(
+                f"pipeline_parallel_size={config.pipeline_parallel_size}: V0 runs one scheduler a pipeline stage, "
+                "which vsim does not simulate; use -pp 1 or --engine v1"
+            )
         from vsim.sim.scheduler_v0 import SchedulerV0
 
         return SchedulerV0(config)

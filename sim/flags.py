@@ -159,6 +159,17 @@ def check_scheduler(config: SchedulerConfig) -> None:
         raise UserError(f"watermark={config.watermark} must be in the range [0.0, 1.0)")
 
 
+def check_v0_flags(release: str, version: tuple[int, ...], **given: Any) -> None:
+    """What the V0 engine does not know: flags that came with V1, and releases without V0."""
+    if version >= (0, 11):
+        raise UserError(f"engine_version={release}: the V0 engine is gone since vLLM 0.11")
+    for name, value in given.items():
+        if value:
+            raise UserError(
+                f"--{name.replace('_', '-')} is a flag of V1; vLLM {release}'s V0 engine has none"
+            )
+
+
 def batch_limits(
     flags: Flags,
     gpu: Gpu,
@@ -201,8 +212,6 @@ def async_scheduling_of(
 ) -> bool:
     """Async scheduling is on unless the platform switches it off (0.32 config/vllm.py, platforms/cpu.py)."""
     if engine == "v0":
-        if asked:
-            raise UserError("--async-scheduling is a flag of V1; vLLM 0.8.5's V0 engine has none")
         return bool(flags.compute("async_scheduling", False, "V0 has none"))
     if gpu.platform == "cpu":
         return bool(flags.compute("async_scheduling", False, "the CPU platform switches it off"))

@@ -188,8 +188,10 @@ def check_goodput(slo: Mapping[str, float]) -> None:
             raise UserError(
                 f"--goodput {name}: unknown metric; it must be one of {', '.join(GOODPUT_METRICS)}"
             )
-        if not value >= 0:
-            raise UserError(f"--goodput {name}:{value:g}: the limit in ms must not be negative")
+        if not 0 <= value < np.inf:
+            raise UserError(
+                f"--goodput {name}:{value:g}: the limit in ms must be finite and not negative"
+            )
 
 
 def good_requests(latency: Latencies, slo_ms: Mapping[str, float]) -> int:

@@ -49,6 +49,14 @@ class Load:
             raise UserError(
                 "time_scale stretches the trace's own times and request_rate replaces them: give one"
             )
+        if not self.burstiness > 0:
+            raise UserError(
+                f"burstiness={self.burstiness} must be positive (1 is Poisson, inf is constant)"
+            )
+        if self.burstiness != 1.0 and self.request_rate is None:
+            raise UserError(
+                f"burstiness={self.burstiness} shapes the gaps of request_rate: give that as well"
+            )
         if self.limit is not None:
             trace = head(trace, self.limit)
         trace = scale_time(trace, self.time_scale)

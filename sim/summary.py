@@ -52,7 +52,7 @@ def summarize(
         "tokenizer_id": None,
         "num_prompts": run.num_requests,
         "request_rate": _rate(setting(run.config, "request_rate")),
-        "burstiness": setting(run.config, "burstiness"),
+        "burstiness": _rate(setting(run.config, "burstiness")),
         "max_concurrency": setting(run.config, "max_concurrency"),
         # Results
         "duration": span_s,
@@ -177,7 +177,7 @@ def _checked_percentiles(percentiles: Sequence[float]) -> tuple[float, ...]:
 
 
 def _rate(value: Any) -> Any:
-    # vLLM writes "inf" for all at once; null here means the trace's own timing.
+    # vLLM writes "inf" for all at once (JSON has no infinity); null here means the trace's own timing.
     return "inf" if value == float("inf") else value
 
 

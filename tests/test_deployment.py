@@ -153,6 +153,10 @@ def test_bfloat16_falls_back_on_old_gpus_but_is_refused_if_asked_for() -> None:
         ({"num_gpu_blocks_override": 10}, "To serve at least one request"),
         ({"engine": "v0", "num_gpu_blocks_override": 10}, r"The model's max seq len \(8192\) is larger"),
         ({"engine": "v0", "block_size": 48}, "accepts 1, 8, 16, 32, 64 and 128"),
+        ({"engine": "v0", "kv_offloading_size": 1.0}, "--kv-offloading-size is a flag of V1"),
+        ({"engine": "v0", "async_scheduling": True}, "--async-scheduling is a flag of V1"),
+        ({"engine": "v0", "max_num_active_seqs": 3}, "--max-num-active-seqs is a flag of V1"),
+        ({"engine": "v0", "engine_version": "0.32.0"}, "the V0 engine is gone since vLLM 0.11"),
         ({"engine_version": "latest"}, "engine_version='latest'"),
     ],
 )  # fmt: skip

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vsim.errors import UserError
+from vsim.models.hf_config import family_note
 from vsim.models.model_spec import bundled_models, load_model, spec_from_config
 from vsim.models.weights import parameters, stage_layers
 
@@ -86,6 +87,44 @@ def test_a_broken_config_is_one_sentence(tmp_path: Path, text: str, complaint: s
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=complaint):
         load_model(str(tmp_path))
+
+
+SMALL: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 1000,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"model_type": "xlm-roberta"}, "is an encoder"),
+        ({"layer_types": 5}, "layer_types=5 must be a list"),
+        ({"num_key_value_heads": 8}, "must be a multiple of num_key_value_heads=8"),
+        ({"num_local_experts": 8, "num_experts_per_tok": 99}, "99 of only 8 experts"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 1e400}}, "beyond any model"),
+        (
+            {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": "x"},
+            "original_max_position_embeddings='x' must be an integer",
+        ),
+    ],
+)
+def test_a_senseless_shape_is_one_sentence(changes: dict[str, Any], complaint: str) -> None:
+    assert spec_from_config(SMALL, "small").num_layers == 2
+    with pytest.raises(UserError, match=complaint):
+        spec_from_config({**SMALL, **changes}, "small")
+
+
+def test_a_family_that_nobody_checked_is_said() -> None:
+    assert family_note(spec_from_config(SMALL, "small")) is None
+    note = family_note(spec_from_config({**SMALL, "model_type": "foobar"}, "small"))
+    assert note is not None and "'foobar' is none that was checked" in note
+    for name in bundled_models():
+        assert family_note(load_model(name)) is None
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,137 @@
+"""`vsim replay` from outside: numbers worked out by hand, requests that left, and flags that mean nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from vsim.cli import main
+
+Call = Callable[..., tuple[int, str, str]]
+# Every step takes 10 ms, whatever is in it.
+CONSTANT = {
+    "schema": "vsim/step-model/1",
+    "kind": "corrected",
+    "domain": {},
+    "provenance": {"label": "10 ms a step"},
+    "params": {
+        "prior": {
+            "kind": "roofline",
+            "params": {
+                "num_layers": 0,
+                "flops_per_token": 0,
+                "weight_bytes": 0,
+                "head_flops_per_seq": 0,
+                "head_bytes": 0,
+                "attention_flops_per_pair": 0,
+                "kv_bytes_per_token": 0,
+                "peak_flops_per_s": 1e12,
+                "bytes_per_s": 1e12,
+            },
+        },
+        "coefficients": {"per_step_s": 0.01},
+    },
+}
+
+
+@pytest.fixture
+def replay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Call:
+    """`vsim replay TRACE FLAGS` on the tiny model with 100 usable blocks and 10 ms a step."""
+    profile = tmp_path / "constant.json"
+    profile.write_text(json.dumps(CONSTANT))
+    fixed = ["--model", "vsim/tiny-llama", "--gpu", "a100", "--profile", str(profile)]
+    fixed += ["--num-gpu-blocks-override", "101", "--max-model-len", "1024", "--json"]
+
+    def call(rows: list[dict[str, Any]], *flags: object) -> tuple[int, str, str]:
+        trace = tmp_path / "trace.jsonl"
+        trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        argv = ["vsim", "replay", str(trace), *fixed, *map(str, flags)]
+        monkeypatch.setattr(sys, "argv", argv)
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    return call
+
+
+def row(timestamp: float, prompt: int, output: int, **more: Any) -> dict[str, Any]:
+    return {"timestamp": timestamp, "input_tokens": prompt, "output_tokens": output, **more}
+
+
+THREE = [row(0.0, 100, 5), row(0.01, 40, 3), row(0.5, 1, 1)]
+
+
+def test_three_requests_by_hand(replay: Call, tmp_path: Path) -> None:
+    code, out, err = replay(THREE, "--no-async-scheduling", "--out", tmp_path / "run")
+    assert code == 0, err
+    summary = json.loads(out)
+    # Steps: 0-10 (first prompt), 10-20 (its decode, second prompt), 20-30 and 30-40 (two decodes), 40-50,
+    # then 500-510. The arrival at 10 ms is in the step that starts then.
+    steps = pq.read_table(tmp_path / "run/timeline.parquet").to_pydict()
+    assert steps["start_ns"] == [0, 10**7, 2 * 10**7, 3 * 10**7, 4 * 10**7, 5 * 10**8]
+    assert steps["tokens"] == [100, 41, 2, 2, 1, 1]
+    assert steps["kv_blocks_used"] == [7, 10, 10, 10, 7, 1]
+    assert steps["kv_tokens_used"] == [100, 141, 143, 145, 104, 1]
+    assert summary["duration"] == 0.51
+    assert summary["mean_ttft_ms"] == summary["mean_tpot_ms"] == summary["mean_itl_ms"] == 10
+    assert summary["mean_e2el_ms"] == 30
+    assert summary["output_throughput"] == pytest.approx(9 / 0.51)
+    # 45 block-steps of 10 ms in 510 ms of 100 blocks; 634 of their 720 slots hold a token.
+    assert summary["kv_usage_mean"] == pytest.approx(45 * 10 / (510 * 100))
+    assert summary["kv_fragmentation_mean"] == pytest.approx(1 - 634 / 720)
+    assert summary["kv_usage_peak"] == 0.1
+
+
+def test_a_client_that_left_is_load_and_no_completion(replay: Call) -> None:
+    rows = [row(0, 40, 10), row(0, 40, 37, max_tokens=512, status="aborted")]
+    code, out, err = replay(rows, "--no-async-scheduling")
+    assert code == 0, err
+    summary = json.loads(out)
+    assert summary["status_counts"]["aborted"] == summary["completed"] == 1
+    # The one that stayed decides the latencies; the other one held the engine for 37 steps.
+    assert summary["p99_e2el_ms"] == 100
+    assert summary["duration"] == 0.37
+    assert summary["total_output_tokens"] == 10
+
+
+def test_a_constant_rate_is_told_in_json(replay: Call, tmp_path: Path) -> None:
+    code, out, err = replay(THREE, "--request-rate", 2, "--burstiness", "inf", "--out", tmp_path / "run")  # fmt: skip
+    assert code == 0, err
+    assert json.loads(out)["burstiness"] == "inf"
+    assert (tmp_path / "run/summary.json").read_text() == out
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--burstiness", "0"], "burstiness=0.0 must be positive"),
+        (["--burstiness", "2"], "shapes the gaps of request_rate"),
+        (["--goodput", "ttft:inf"], "must be finite"),
+        (["--time-scale", "1e300"], "longer than 146 years"),
+        (["--num-gpu-blocks-override", "10000000000000000"], "more than a simulation keeps"),
+        (["--engine", "v0", "--swap-space", "1e9"], "more than a simulation keeps"),
+        (
+            ["--engine", "v0", "-pp", "2", "--max-model-len", "512"],
+            "one scheduler a pipeline stage",
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_sentence_and_leaves_no_folder(
+    replay: Call, tmp_path: Path, flags: list[str], words: str
+) -> None:
+    code, out, err = replay(THREE, "--out", tmp_path / "run", *flags)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and err.count("\n") == 1 and words in err
+    assert not (tmp_path / "run").exists()
