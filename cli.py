@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "preemption",
         "SWAP or RECOMPUTE, block sizes and victims on your trace (V0).",
     ),
+    "sweep": ("sweep", "sweep", "Many what-ifs of one trace, to one table; resumable."),
     "trace": ("trace", "trace", "Inspect, convert and generate request traces."),
     "validate": ("validate", "validate", "Predict a real vLLM run and print the error."),
     "calibrate": ("calibrate", "calibrate", "Time real vLLM on this device and fit a step model."),

@@ -1,0 +1,188 @@
+"""One point of a sweep: its settings to a simulated run to one row of numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from vsim import __version__
+from vsim.errors import UserError
+from vsim.models.load import LoadedStepModel, read_profile
+from vsim.models.model_spec import load_model
+from vsim.sim.cluster import ReplicaSpec, simulate_cluster
+from vsim.sim.deployment import Deployment, resolve
+from vsim.sim.engine import HostLink
+from vsim.sim.replay import Load, check_lengths, front_end, replay, step_model_for
+from vsim.sim.router import named_route
+from vsim.sim.run import Run
+from vsim.sim.summary import summarize
+from vsim.sim.sweep_space import Point
+from vsim.traces.trace import Trace
+
+DONE, REFUSED = "done", "refused"
+_LOAD_FIELDS = tuple(field.name for field in dataclasses.fields(Load))
+# A summary's own words for settings of the load, and what is no number.
+_NOT_NUMBERS = {
+    "backend",
+    "endpoint_type",
+    "date",
+    "label",
+    "model_id",
+    "tokenizer_id",
+    "request_rate",
+    "burstiness",
+    "max_concurrency",
+    "schema",
+    "origin",
+    "percentiles",
+    "goodput_slo_ms",
+    "rejected_reasons",
+    "rtfx",
+    "ended_early",
+    "assumptions",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Asked:
+    """What every point of a sweep is asked for: `summarize`'s percentiles, and goodput limits in ms."""
+
+    percentiles: tuple[float, ...] = (50.0, 90.0, 95.0, 99.0)
+    goodput: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+def simulate_point(trace: Trace, point: Point) -> tuple[Run, Deployment, LoadedStepModel]:
+    """The run of `trace` under `point`'s settings (names: `sweep_space.dimensions`).
+
+    One replica is `sim.replay.replay` itself; several stand behind `route`. Raises UserError for what vLLM,
+    or the load, would refuse.
+    """
+    given = {name: value for name, value in point.items() if value is not None}
+    replicas = int(given.pop("replicas", 1))
+    route = str(given.pop("route", "round-robin"))
+    profile = given.pop("profile", None)
+    load = Load(**{name: given.pop(name) for name in _LOAD_FIELDS if name in given})  # type: ignore[arg-type]
+    model, gpu = str(given.pop("model")), str(given.pop("gpu"))
+    deployment = resolve(model, gpu, **given)  # type: ignore[arg-type]
+    step_model = step_model_for(deployment, None if profile is None else str(profile))
+    if replicas == 1:
+        return replay(trace, deployment, step_model, load), deployment, step_model
+    run = _replay_cluster(trace, deployment, step_model, load, replicas, route)
+    return run, deployment, step_model
+
+
+def _replay_cluster(
+    trace: Trace,
+    deployment: Deployment,
+    step_model: LoadedStepModel,
+    load: Load,
+    replicas: int,
+    route: str,
+) -> Run:
+    if deployment.data_parallel_size > 1:
+        raise UserError(
+            f"data_parallel_size={deployment.data_parallel_size} is not simulated; vary replicas instead"
+        )
+    sent = load.apply(trace)
+    config = deployment.scheduler
+    said = check_lengths(sent, config.max_model_len, load.overlong)
+    link = None
+    if deployment.gpu.pcie_gb_s is not None:
+        link = HostLink(deployment.capacity.bytes_per_block, deployment.gpu.pcie_gb_s * 1e9)
+    run = simulate_cluster(
+        sent,
+        [ReplicaSpec(config, step_model, link)] * replicas,
+        named_route(route, load.seed),
+        max_concurrency=load.max_concurrency,
+        front_end=front_end(config.max_model_len, load.overlong),
+    )
+    assumptions = (
+        *sent.assumptions,
+        *deployment.assumptions,
+        *step_model.assumptions,
+        *said,
+        f"{replicas} replicas behind {route} routing; the router itself takes no time",
+    )
+    return dataclasses.replace(run, assumptions=assumptions)
+
+
+def run_point(trace: Trace, point: Point, asked: Asked) -> dict[str, Any]:
+    """One point's result, JSON-ready: status, reason, GPUs, label of the step times, the summary's numbers.
+
+    A point that vLLM would refuse is a result too: status "refused" with the sentence as reason.
+    """
+    try:
+        run, deployment, step_model = simulate_point(trace, point)
+        summary = summarize(run, asked.percentiles, asked.goodput)
+    except UserError as error:
+        return {"status": REFUSED, "reason": str(error)}
+    numbers = {name: value for name, value in summary.items() if name not in _NOT_NUMBERS}
+    for name, count in numbers.pop("status_counts").items():
+        numbers[f"requests_{name}"] = count
+    return {
+        "status": DONE,
+        "reason": None,
+        "gpus": deployment.gpus_per_replica * int(point.get("replicas") or 1),
+        "step_time": step_model.label,
+        "ended_early": run.ended_early,
+        "assumptions": list(run.assumptions),
+        "numbers": numbers,
+    }
+
+
+def trace_sha256(trace: Trace) -> str:
+    """Hash of all that a simulation reads of `trace`: the file's own hash would miss how it was read."""
+    digest = hashlib.sha256()
+
+    def add(name: str, value: Any) -> None:
+        if isinstance(value, np.ndarray):
+            digest.update(f"{name}:{value.dtype.str}:{value.shape}:".encode())
+            digest.update(np.ascontiguousarray(value).tobytes())
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            for field in dataclasses.fields(value):
+                add(f"{name}.{field.name}", getattr(value, field.name))
+        else:
+            digest.update(f"{name}={value!r};".encode())
+
+    add("trace", trace)
+    return digest.hexdigest()
+
+
+def point_key(point: Point, trace_hash: str, asked: Asked) -> str:
+    """Identity of a point's work: settings, what they name, trace, what is asked, version of vsim.
+
+    Points with one key have one result: a route between one replica is no choice.
+    """
+    work = {name: value for name, value in point.items() if value is not None}
+    if work.get("replicas", 1) == 1:
+        work.pop("replicas", None)
+        work.pop("route", None)
+    profile = work.get("profile")
+    told = {
+        "point": work,
+        # A folder or a profile of the user's may hold something else tomorrow.
+        "model": _model_says(str(point["model"])),
+        "profile": None if profile is None else _profile_says(str(profile)),
+        "trace": trace_hash,
+        "percentiles": list(asked.percentiles),
+        "goodput": dict(asked.goodput),
+        "vsim": __version__,
+    }
+    text = json.dumps(told, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@functools.lru_cache
+def _model_says(name: str) -> str:
+    return repr(load_model(name))
+
+
+@functools.lru_cache
+def _profile_says(name: str) -> str:
+    return repr(read_profile(name)[1])
