@@ -258,3 +258,19 @@ def test_prompts_with_too_few_ids_or_none_are_private_from_there_on(tmp_path: Pa
     said = " ".join(read_text(tmp_path, "\n".join(map(json.dumps, rows))).assumptions)
     assert "1 row: fewer hash_ids than the prompt has full blocks of 512" in said
     assert "1 of 3 rows have no hash_ids" in said
+
+
+def test_parquet_of_others_is_read_by_usual_names_or_by_map(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    when = pa.array([1_000_000, 2_500_000], pa.timestamp("us"))
+    table = pa.table({"arrival_time": when, "prompt_tokens": [5, 6], "n_out": [7, 8]})
+    pq.write_table(table, tmp_path / "t")
+    trace = read_trace(tmp_path / "t", column_map={"output_tokens": "n_out"})
+    assert trace.arrival_ns.tolist() == [0, 1_500_000_000]
+    assert (trace.prompt_tokens.tolist(), trace.output_tokens.tolist()) == ([5, 6], [7, 8])
+    with pytest.raises(
+        UserError, match="has no column output_tokens; its columns are arrival_time"
+    ):
+        read_trace(tmp_path / "t")

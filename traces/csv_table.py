@@ -295,16 +295,26 @@ class _Reader:
         return values
 
     def _texts(self, fields: Fields, name: str, good: Bools) -> list[str]:
+        """A column of names; each distinct one is decoded once."""
         column = self.position[name]
+        raw = fields.data.tobytes()
+        known: dict[bytes, str] = {}
         texts = []
-        for row in range(len(fields.lines)):
-            try:
-                texts.append(fields.text(row, column))
-            except RowError as error:
-                texts.append("")
-                if good[row]:
-                    good[row] = False
-                    self.report.bad_row(int(fields.lines[row]), f"{self.header[column]}: {error}")
+        spans = zip(fields.starts[:, column].tolist(), fields.ends[:, column].tolist(), strict=True)
+        for row, (begin, end) in enumerate(spans):
+            piece = raw[begin:end]
+            text = known.get(piece)
+            if text is None:
+                try:
+                    text = known[piece] = fields.text(row, column)
+                except RowError as error:
+                    text = ""
+                    if good[row]:
+                        good[row] = False
+                        self.report.bad_row(
+                            int(fields.lines[row]), f"{self.header[column]}: {error}"
+                        )
+            texts.append(text)
         return texts
 
     def draft(self) -> Draft:

@@ -214,8 +214,11 @@ def _first_rows(file: TraceFile) -> list[tuple[int, dict[str, object]]]:
 
 
 def read_mapped_parquet(file: TraceFile, report: Report) -> Draft:
-    if report.options.column_map:
-        for ours, theirs in report.options.column_map.items():
-            if ours not in FIELDS:
-                report.fail(f"--map {ours}={theirs}: {ours!r} is not one of {', '.join(FIELDS)}")
-    return read_parquet(file, report, dict(report.options.column_map))
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        header = pq.read_schema(file.path).names
+    except (pa.ArrowException, OSError, ValueError):
+        return read_parquet(file, report, {})  # which says what is wrong with it
+    return read_parquet(file, report, _names(header, report))
