@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -182,6 +183,9 @@ class Worker:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        # It leads a session of its own: nothing of it may stay behind, vLLM's tensor-parallel workers included.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
         self._log.close()
 
     def __enter__(self) -> Worker:
