@@ -25,6 +25,11 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "SWAP or RECOMPUTE, block sizes and victims on your trace (V0).",
     ),
     "sweep": ("sweep", "sweep", "Many what-ifs of one trace, to one table; resumable."),
+    "dualtrack": (
+        "dualtrack",
+        "dualtrack",
+        "The offline benchmark beside the replay: the derating it needs.",
+    ),
     "trace": ("trace", "trace", "Inspect, convert and generate request traces."),
     "validate": ("validate", "validate", "Predict a real vLLM run and print the error."),
     "calibrate": ("calibrate", "calibrate", "Time real vLLM on this device and fit a step model."),
