@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 import sys
 
 import click
@@ -74,6 +76,8 @@ def main() -> None:
     try:
         # click gives the code of an Exit back instead of raising it; commands themselves return nothing.
         code = vsim.main(prog_name="vsim", standalone_mode=False)
+        if sys.stdout is not None:  # closed by the shell (`>&-`)
+            sys.stdout.flush()  # a full disk shows here, not in the last words of the interpreter
         if isinstance(code, int):
             sys.exit(code)
     except UserError as error:
@@ -81,6 +85,9 @@ def main() -> None:
         sys.exit(2)
     except click.exceptions.Exit as done:
         sys.exit(done.exit_code)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        sys.exit(2)
     except click.ClickException as error:
         # A mistyped flag or value: click's own sentence, without the usage block's three lines.
         click.echo(f"error: {error.format_message()}", err=True)
@@ -92,6 +99,17 @@ def main() -> None:
         # `vsim ... | head` closed the pipe: not an error, and no traceback.
         sys.stderr.close()
         sys.exit(141)
+    except OSError as error:
+        where = "the output" if error.filename is None else error.filename
+        click.echo(f"error: {where}: {error.strerror or error}", err=True)
+        _drop_stdout()
+        sys.exit(2)
+
+
+def _drop_stdout() -> None:
+    """What stdout still holds cannot be written: let the interpreter not try again at its end."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -52,6 +52,30 @@ def test_help_and_import_load_no_heavy_library() -> None:
     assert "replay" in done.stdout
 
 
+def test_without_a_command_the_help_is_shown_as_help(call) -> None:
+    code, out, err = call()
+    assert code == 2 and out == "" and err.startswith("Usage: vsim")
+
+
+@pytest.mark.parametrize("arguments", [["catalog"], ["--help"], ["catalog", "gpus", "--json"]])
+def test_a_full_disk_behind_stdout_is_one_sentence(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "vsim.cli", *arguments],
+            check=False,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 2
+    assert done.stderr == "error: the output: No space left on device\n"
+
+
+def test_a_name_too_long_for_the_file_system_is_one_sentence(call, trace: Path) -> None:
+    code, out, err = call("replay", trace, *TINY, "--out", "x" * 300)
+    assert (code, out) == (2, "") and "File name too long" in err and err.count("\n") == 1
+
+
 @pytest.mark.parametrize("name", list(COMMANDS))
 def test_every_command_has_help(call, name: str) -> None:
     code, out, err = call(name, "--help")
