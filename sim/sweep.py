@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -90,8 +93,27 @@ def sweep(
     return {"done": finished, "refused": len(rows) - finished, "from_journal": kept}
 
 
-def _job(key: str, trace: Trace, point: Point, asked: Asked) -> tuple[str, Result]:
+def _job(
+    key: str, trace: Trace, point: Point, asked: Asked, owner: int | None = None
+) -> tuple[str, Result]:
+    if owner is not None:
+        _end_with(owner)
     return key, run_point(trace, point, asked)
+
+
+@functools.cache
+def _end_with(owner: int) -> None:
+    """Let this worker process end with `owner`, the process that started it.
+
+    loky's workers outlive a parent that was killed -9 by minutes: nobody would read what they compute.
+    """
+
+    def watch() -> None:
+        while os.getppid() == owner:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _results(
@@ -110,7 +132,10 @@ def _results(
     with _backend(workers) as jobs:
         # One point a task: what is finished reaches the journal at once.
         common: dict[str, Any] = {"n_jobs": jobs, "batch_size": 1}
-        tasks = [joblib.delayed(_job)(key, trace, point, asked) for key, point in work.items()]
+        owner = os.getpid() if workers.backend == "loky" else None
+        tasks = [
+            joblib.delayed(_job)(key, trace, point, asked, owner) for key, point in work.items()
+        ]
         try:
             parallel = joblib.Parallel(return_as="generator_unordered", **common)
             found = parallel(tasks)

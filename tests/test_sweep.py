@@ -210,7 +210,8 @@ def kill_after(lines: int, arguments: list[str], out: Path) -> int:
             break
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
-    process.communicate()
+    # Workers hold the pipe as well: none may outlive the sweep.
+    process.communicate(timeout=60)
     return max(journal.read_bytes().count(b"\n") - 1, 0)
 
 
