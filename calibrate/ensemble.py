@@ -11,7 +11,6 @@ import numpy as np
 from vsim.models.step import StepModel, StepShape
 from vsim.sim.config import SchedulerConfig
 from vsim.sim.engine import simulate
-from vsim.sim.run import Run
 from vsim.traces.trace import Trace
 
 # What is not known about a profile's mean when nothing says more: repeats of a quiet machine differ by it.
@@ -83,6 +82,7 @@ def bands(
     numbers: Any,
     draws: int = 15,
     seed: int = 0,
+    frontend_s: float = 0.0,
 ) -> dict[tuple[str, str], Band]:
     """Each of `numbers(run)` over 2 x `draws` simulations.
 
@@ -90,15 +90,20 @@ def bands(
     over draws of the step-by-step errors is the prediction; the interval comes from draws in which the
     whole model is off by a random share as well.
     """
+
+    def run(erring: StepModel) -> dict[tuple[str, str], float]:
+        found: dict[tuple[str, str], float] = numbers(
+            simulate(trace, config, erring, frontend_s=frontend_s)
+        )
+        return found
+
     rng = np.random.default_rng([32452843, seed])
     central: list[dict[tuple[str, str], float]] = []
     wide: list[dict[tuple[str, str], float]] = []
     for draw in range(draws):
-        central.append(numbers(_run(trace, config, _Erring(model, errors, 1.0, draw))))
+        central.append(run(_Erring(model, errors, 1.0, draw)))
         scale = 1 + errors.bias_pct / 100 * float(rng.standard_normal())
-        wide.append(
-            numbers(_run(trace, config, _Erring(model, errors, max(0.1, scale), draws + draw)))
-        )
+        wide.append(run(_Erring(model, errors, max(0.1, scale), draws + draw)))
     found = {}
     for key in central[0]:
         values = [one[key] for one in central if key in one]
@@ -106,7 +111,3 @@ def bands(
         low, high = np.percentile(spread, [LOW, HIGH])
         found[key] = Band(float(np.median(values)), float(low), float(high))
     return found
-
-
-def _run(trace: Trace, config: SchedulerConfig, model: StepModel) -> Run:
-    return simulate(trace, config, model)

@@ -117,9 +117,9 @@ def live_check(plan: LivePlan, say: Callable[[str], None]) -> LiveResult:
                 ),
                 calibration,
                 name,
-                notes=_notes(calibration, scheduler.block_size),
+                notes=notes_of(calibration, scheduler.block_size),
             )
-            trace, said = _trace(plan, limits, scheduler, model.model)
+            trace, said = trace_of(plan, limits, scheduler, model.model)
             say(f"predicting {len(trace)} requests over {trace.span_s:.0f} s")
             predicted = simulate(trace, scheduler, model)
             ahead = bands(
@@ -220,7 +220,8 @@ def _judge(
     return LiveResult(check, predicted, runs)
 
 
-def _notes(calibration: Calibration, block_size: int) -> tuple[str, ...]:
+def notes_of(calibration: Calibration, block_size: int) -> tuple[str, ...]:
+    """Sentences about what the deployment asks of the profile that was not measured."""
     if calibration.kind != "engine-steps":
         return ()
     note = block_size_note(calibration.params, block_size)
@@ -240,7 +241,8 @@ def _model(plan: LivePlan, says: Any) -> tuple[Any, dict[str, Any]]:
     raise UserError("the profile does not say which model it was measured with: give --model")
 
 
-def _trace(plan: LivePlan, limits: Any, scheduler: Any, model: Any) -> tuple[Trace, list[str]]:
+def trace_of(plan: LivePlan, limits: Any, scheduler: Any, model: Any) -> tuple[Trace, list[str]]:
+    """What is served: the given trace's requests that fit, or random ones; and sentences about them."""
     if plan.trace is not None:
         return fitting(plan.trace, limits)
     rate = plan.request_rate or rate_for_load(

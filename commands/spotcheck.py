@@ -111,6 +111,18 @@ ENGINE_FLAGS = (
     help="cpu: count the engine's CPU time only, for hosts that others use too.",
 )
 @click.option(
+    "--url",
+    help="A running vLLM server, e.g. http://localhost:8000: real HTTP and streaming, in real time. "
+    "Give the flags it was started with.",
+)
+@click.option(
+    "--frontend-ms",
+    type=click.FloatRange(min=0.0),
+    default=6.0,
+    show_default=True,
+    help="With --url: assumed time between client and engine.",
+)
+@click.option(
     "--draws",
     type=click.IntRange(1, 1000),
     default=15,
@@ -149,6 +161,8 @@ def spotcheck(
     kv_cache_gib: float,
     clock: str,
     draws: int,
+    url: str | None,
+    frontend_ms: float,
     vllm_python: str | None,
     json_file: Path | None,
     out: Path | None,
@@ -189,7 +203,12 @@ def spotcheck(
         vllm_python=vllm_python,
         engine_flags=values,
     )
-    result = live_check(plan, _progress_line())
+    if url is None:
+        result = live_check(plan, _progress_line())
+    else:
+        from vsim.calibrate.live_http import live_http_check
+
+        result = live_http_check(plan, url, frontend_ms / 1e3, _progress_line())
     if sys.stderr.isatty():
         click.echo("\r\033[K", nl=False, err=True)
     if out is not None:
@@ -264,7 +283,8 @@ def describe(check: Any) -> str:
         "",
         "latencies in ms, throughput per second; measured: median of the repeats; repeats: their spread",
         f"the prediction's 90 % interval holds the measured value in {sum(map(bool, held))} of {len(held)} rows",
-        f"preemptions: predicted {preempted['predicted']}, measured {', '.join(map(str, preempted['measured']))}",
+        f"preemptions: predicted {preempted['predicted']}, measured "
+        + (", ".join(map(str, preempted["measured"])) or "not seen from outside"),
     ]
     if check.step_error:
         step = check.step_error
