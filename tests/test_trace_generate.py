@@ -309,6 +309,20 @@ def test_retiming_keeps_the_requests() -> None:
             scale_time(trace, bad)
 
 
+def test_of_conversations_only_the_openings_are_spaced() -> None:
+    trace = rerate(chat(), 10.0, burstiness=float("inf"))
+    assert trace.sessions is not None
+    openings = trace.arrival_ns[trace.sessions.after < 0]
+    assert len(openings) == 200 and set(np.diff(openings).tolist()) == {100_000_000}
+    dependent = np.flatnonzero(trace.sessions.after >= 0)
+    waits = trace.arrival_ns[dependent] - trace.arrival_ns[trace.sessions.after[dependent]]
+    assert (waits == trace.sessions.think_ns[dependent]).all()
+    assert (np.diff(trace.arrival_ns) >= 0).all()
+    shared, before = sharing(trace), sharing(chat())
+    assert shared is not None and before is not None
+    assert shared.ceiling(16) == pytest.approx(before.ceiling(16), abs=0.01)
+
+
 def test_a_slice_counts_from_its_own_first_arrival() -> None:
     trace = chat()
     part = slice_trace(trace, from_s=20, to_s=60, tenant="a")

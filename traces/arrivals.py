@@ -76,28 +76,53 @@ def rerate(trace: Trace, request_rate: float, burstiness: float = 1.0, seed: int
     """The trace's requests, in its order, at the times `vllm bench serve` would send them.
 
     Arrivals count from the start of the benchmark, so the first is not at 0 (unless the rate is infinite).
-    Turns that follow another turn keep doing so. Raises UserError unless rate and burstiness are positive.
+    Of conversations only the openings are spaced; turns that follow another turn keep doing so. Raises UserError unless rate and burstiness are positive.
     """
-    offsets = send_offsets_s(len(trace), request_rate, burstiness, seed)
+    sent = (
+        np.arange(len(trace))
+        if trace.sessions is None
+        else np.flatnonzero(trace.sessions.after < 0)
+    )
+    offsets = send_offsets_s(len(sent), request_rate, burstiness, seed)
     span = float(offsets[-1]) if len(offsets) else 0.0
     if span >= 4e9:
-        raise UserError(
-            f"request_rate={request_rate} makes {len(trace)} requests last {span:.3g} s"
-        )
+        raise UserError(f"request_rate={request_rate} makes {len(sent)} requests last {span:.3g} s")
+    what = "Requests" if trace.sessions is None else "Conversations"
     if math.isinf(request_rate):
         told = (
-            "All requests are sent at once (request rate inf); the trace's own times are not used."
+            f"{what} are all sent at once (request rate inf); the trace's own times are not used."
         )
     else:
         told = (
-            f"Requests are sent at {request_rate:g} per second with burstiness {burstiness:g}, as vllm bench serve "
+            f"{what} are sent at {request_rate:g} per second with burstiness {burstiness:g}, as vllm bench serve "
             "spaces them; the trace's own times are not used."
         )
-    return dataclasses.replace(
-        trace,
-        arrival_ns=np.round(offsets * 1e9).astype(np.int64),
-        assumptions=(*trace.assumptions, told),
-    )
+    arrival = np.round(offsets * 1e9).astype(np.int64)
+    if trace.sessions is not None:
+        trace, arrival = _with_later_turns(trace, sent, arrival)
+    return dataclasses.replace(trace, arrival_ns=arrival, assumptions=(*trace.assumptions, told))
+
+
+def _with_later_turns(
+    trace: Trace, sent: Int64Array, opening_ns: Int64Array
+) -> tuple[Trace, Int64Array]:
+    """Times for all rows when only those that wait for no other have one; rows are put in order of time.
+
+    A later turn is placed as if answers took no time; replay sends it when the turn before has ended.
+    """
+    assert trace.sessions is not None
+    times = [0] * len(trace)
+    for row, time in zip(sent.tolist(), opening_ns.tolist(), strict=True):
+        times[row] = time
+    after, think = trace.sessions.after.tolist(), trace.sessions.think_ns.tolist()
+    for row, before in enumerate(after):
+        if before >= 0:
+            times[row] = times[before] + think[row]
+    arrival = np.asarray(times, dtype=np.int64)
+    order = np.argsort(arrival, kind="stable")
+    return dataclasses.replace(select_any(trace, order), assumptions=trace.assumptions), arrival[
+        order
+    ]
 
 
 def head(trace: Trace, count: int) -> Trace:
@@ -138,6 +163,18 @@ def select(trace: Trace, rows: Int64Array, why: str) -> Trace:
         origin_ns=trace.origin_ns + origin,
         assumptions=(*trace.assumptions, why),
     )
+
+
+def select_any(trace: Trace, rows: Int64Array) -> Trace:
+    """Rows in any order, each at most once; dependencies follow their rows."""
+    n = len(trace)
+    picked = select(dataclasses.replace(trace, sessions=None, assumptions=()), rows, "")
+    sessions = None
+    if trace.sessions is not None:
+        place = np.full(n + 1, -1, dtype=np.int64)
+        place[rows] = np.arange(len(rows))
+        sessions = Sessions(place[trace.sessions.after[rows]], trace.sessions.think_ns[rows])
+    return dataclasses.replace(picked, sessions=sessions)
 
 
 def relinked(sessions: Sessions, rows: Int64Array) -> Sessions | None:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vsim.errors import UserError
-from vsim.traces.arrivals import select
+from vsim.traces.arrivals import select, select_any
 from vsim.traces.trace import Int32Array, Int64Array, Sessions, Trace, TraceSource
 
 
@@ -247,18 +247,6 @@ def _resorted(trace: Trace, arrival_ns: Int64Array) -> Trace:
     order = np.argsort(arrival_ns, kind="stable")
     sorted_trace = dataclasses.replace(select_any(trace, order), arrival_ns=arrival_ns[order])
     return sorted_trace
-
-
-def select_any(trace: Trace, rows: Int64Array) -> Trace:
-    """Rows in any order, each at most once; dependencies follow their rows."""
-    n = len(trace)
-    picked = select(dataclasses.replace(trace, sessions=None, assumptions=()), rows, "")
-    sessions = None
-    if trace.sessions is not None:
-        place = np.full(n + 1, -1, dtype=np.int64)
-        place[rows] = np.arange(len(rows))
-        sessions = Sessions(place[trace.sessions.after[rows]], trace.sessions.think_ns[rows])
-    return dataclasses.replace(picked, sessions=sessions)
 
 
 def anonymize(trace: Trace, round_tokens: int = 1) -> Trace:

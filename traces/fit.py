@@ -205,6 +205,8 @@ def _check(recipe: dict[str, Any]) -> None:
         numbers(table, 0, MAX_TOKENS)
     if "tenant_shares" in recipe:
         numbers(recipe["tenant_shares"], 0, 1)
+        if not sum(recipe["tenant_shares"]):
+            raise ValueError("the tenants' shares are all 0")
     if "sharing" in recipe:
         shared = recipe["sharing"]
         numbers([shared["tokens_per_id"]], 1, MAX_TOKENS)
