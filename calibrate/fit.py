@@ -165,7 +165,8 @@ def _interval_equations(
         if len(interval.steps) > MAX_STEPS:
             continue
         expected = sum(lockstep_seconds(prior, shapes) for shapes in interval.steps)
-        if not 0.6 < interval.measured_s / expected < 1.6:
+        so_far = sum(lockstep_seconds(model, shapes) for shapes in interval.steps)
+        if not 0.6 < interval.measured_s / so_far < 1.6:
             continue  # a step too many or too few, or the engine's first steps, which warm it up
         found.rows.append(np.sum([_terms(shapes) for shapes in interval.steps], axis=0))
         found.goal.append(interval.measured_s - expected)
