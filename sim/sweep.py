@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import threading
 import time
 from collections import Counter
@@ -137,19 +138,34 @@ def _results(
             joblib.delayed(_job)(key, trace, point, asked, owner) for key, point in work.items()
         ]
         try:
-            parallel = joblib.Parallel(return_as="generator_unordered", **common)
-            found = parallel(tasks)
-        except ValueError:
-            # A backend (Ray's) that only hands back whole lists: a few points at a time.
-            yield from _in_lists(tasks, common)
-            return
-        try:
-            yield from found
+            yield from _unordered(tasks, common)
+        except UserError:
+            raise
         except _worker_deaths() as error:
             raise UserError(
                 f"a worker process was killed ({type(error).__name__}: out of memory?); finished points are "
                 "kept: run again, with fewer --jobs"
             ) from None
+        except Exception as error:
+            if local:
+                raise  # ours to mend, not the user's
+            said = str(error).splitlines()[0] if str(error) else ""
+            raise UserError(
+                f"{workers.backend} failed ({type(error).__name__}: {said}); finished points are kept: "
+                "run again to go on"
+            ) from None
+
+
+def _unordered(tasks: Sequence[Any], common: dict[str, Any]) -> Iterator[tuple[str, Result]]:
+    import joblib
+
+    try:
+        found = joblib.Parallel(return_as="generator_unordered", **common)(tasks)
+    except ValueError:
+        # A backend (Ray's) that only hands back whole lists: a few points at a time.
+        yield from _in_lists(tasks, common)
+    else:
+        yield from found
 
 
 def _in_lists(tasks: Sequence[Any], common: dict[str, Any]) -> Iterator[tuple[str, Result]]:
@@ -179,7 +195,7 @@ def _check_workers(workers: Workers) -> None:
     module, packages = needs[name]
     if importlib.util.find_spec(module) is None:
         raise UserError(f"--backend {name} needs a library: pip install {packages}, or use loky")
-    if name == "dask" and workers.address is None:
+    if name == "dask" and not re.fullmatch(r"(\w+://)?[^/\s]+:\d+", workers.address or ""):
         raise UserError("--backend dask needs --address, the scheduler's, e.g. tcp://host:8786")
 
 
