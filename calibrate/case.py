@@ -145,6 +145,7 @@ def read_case(folder: Path) -> Case:
     rows = _rows(folder / "trace.jsonl")
     trace, start_s = _trace(rows, folder)
     measured = _measured(_rows(folder / "measured.jsonl"), len(trace), start_s)
+    ranks, tp = _count(engine, "data_parallel_size"), _count(engine, "tensor_parallel_size")
     gpu = _gpu(engine)
     model = _model(engine)
     scheduler, assumptions = _scheduler(engine, model, gpu)
@@ -161,11 +162,22 @@ def read_case(folder: Path) -> Case:
         assumptions=assumptions,
         peer=_json(peer_path) if peer_path.exists() else None,
         peer_sim=_peer_sim(sim_path, len(trace)) if sim_path.exists() else None,
-        ranks=max(1, int(engine.get("data_parallel_size") or 1)),
+        ranks=ranks,
         expert_parallel=bool(engine.get("enable_expert_parallel")),
-        tensor_parallel_size=max(1, int(engine.get("tensor_parallel_size") or 1)),
-        values_not_recorded=tuple(str(v) for v in engine.get("values_not_recorded") or ()),
+        tensor_parallel_size=tp,
+        values_not_recorded=_texts(engine.get("values_not_recorded")),
     )
+
+
+def _count(engine: dict[str, Any], key: str) -> int:
+    value = 1 if engine.get(key) is None else engine[key]
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1024:
+        raise UserError(f"engine.json: {key}={value!r} must be a whole number from 1 to 1024")
+    return value
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    return tuple(str(item) for item in value) if isinstance(value, list) else ()
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -301,8 +313,11 @@ def _model(engine: dict[str, Any]) -> ModelSpec:
                 f"engine.json: model {name!r} is not in the catalogue and there is no hf_config"
             ) from None
         # Only sizes matter here; a shortened config need not say how long a context the model takes.
-        length = {"max_position_embeddings": int(engine.get("max_model_len") or 131_072)}
-        return spec_from_config(length | config, name, where="engine.json hf_config")
+        length = {"max_position_embeddings": engine.get("max_model_len") or 131_072}
+        try:
+            return spec_from_config(length | config, name, where="engine.json hf_config")
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise UserError(f"engine.json hf_config can't be read: {error}") from None
 
 
 def _scheduler(
@@ -324,17 +339,20 @@ def _scheduler(
             f"GPU {engine.get('gpu')!r} is not in the catalogue: flags not recorded as on an H100"
         )
     engine_name = "v0" if str(engine.get("engine") or "").lower() == "v0" else "v1"
-    deployment = resolve(
-        model,
-        gpu,
-        scheduling_policy=engine.get("policy"),
-        num_gpu_blocks_override=blocks,
-        engine=engine_name,
-        engine_version=version,
-        usage="server",
-        what_if=True,
-        **flags,
-    )
+    try:
+        deployment = resolve(
+            model,
+            gpu,
+            scheduling_policy=engine.get("policy"),
+            num_gpu_blocks_override=blocks,
+            engine=engine_name,
+            engine_version=version,
+            usage="server",
+            what_if=True,
+            **flags,
+        )
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise UserError(f"engine.json: a setting has a value of the wrong kind ({error})") from None
     said += deployment.assumptions
     if blocks is None:
         said.append(

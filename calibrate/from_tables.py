@@ -20,6 +20,7 @@ from vsim.models.table_params import attention_to_json, curve_to_json, skew_to_j
 ONCE_A_STEP = {"embedding", "final_layernorm"}
 TWICE_A_LAYER = {"layernorm"}
 DENSE_MLP = {"gate_up_proj", "act_fn", "down_proj"}
+MAX_POINTS = 2_000_000
 
 
 def from_tables(
@@ -101,7 +102,7 @@ def from_tables(
             "dtype": str(meta.get("variant", "")),
             "vllm_version": str(meta.get("vllm_version", "")),
             "cuda_version": str(meta.get("cuda_version", "")),
-            "block_size": (meta.get("engine_effective") or {}).get("block_size"),
+            "block_size": _mapping(meta, "engine_effective").get("block_size"),
             "measured_at": str(meta.get("profiled_at", "")),
             "repeats": meta.get("measurement_iterations"),
             "samples_sha256": digest.hexdigest(),
@@ -119,11 +120,17 @@ def _meta(path: Path) -> dict[str, Any]:
         raise UserError(
             f"{path.parent.name} has no meta.yaml: not a folder of layerwise tables"
         ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise UserError(f"{path.name} is not YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(meta, dict):
         raise UserError(f"{path.name} holds no mapping")
     return meta
+
+
+def _mapping(data: dict[Any, Any], key: object) -> dict[Any, Any]:
+    """`data[key]` if that is a mapping, else an empty one."""
+    value = data.get(key)
+    return value if isinstance(value, dict) else {}
 
 
 def _rows(
@@ -136,13 +143,17 @@ def _rows(
         raise UserError(f"{path.parent.name}/{path.name} is missing") from None
     digest(data)
     reader = csv.DictReader(data.decode("utf-8", "replace").splitlines())
-    missing = [c for c in columns if c not in (reader.fieldnames or [])]
-    if missing:
-        raise UserError(
-            f"{path.name}: no column {missing[0]} (there: {', '.join(reader.fieldnames or [])})"
-        )
-    for row in reader:
-        yield [row[c] or "" for c in columns]
+    try:
+        there = reader.fieldnames or []
+        missing = [c for c in columns if c not in there]
+        if missing:
+            raise UserError(
+                f"{path.name}: no column {missing[0]} (there: {', '.join(there)[:200]})"
+            )
+        for row in reader:
+            yield [row[c] or "" for c in columns]
+    except csv.Error as error:
+        raise UserError(f"{path.name}:{reader.line_num}: {error}") from None
 
 
 def _number(path: Path, line: int, text: str) -> float:
@@ -161,6 +172,8 @@ def _attention(path: Path, digest: Callable[[bytes], None]) -> dict[Point, float
     for line, row in enumerate(_rows(path, columns, digest), 2):
         *key, us = (_number(path, line, text) for text in row)
         points[int(key[0]), int(key[1]), int(key[2]), int(key[3])] = us
+        if len(points) > MAX_POINTS:
+            raise UserError(f"{path.name} has more than {MAX_POINTS:,} points")
     if not any(chunk == 0 for chunk, *_ in points) or not any(n == 0 for _, _, n, _ in points):
         raise UserError(f"{path.name} needs rows of decodes alone and of a chunk alone")
     return points
@@ -231,12 +244,22 @@ def _skew(
     tables: Path, meta: dict[str, Any], tensor_parallel_size: int, digest: Callable[[bytes], None]
 ) -> SkewAlpha | None:
     """The alphas of skew_fit.csv, if meta.yaml enables them."""
-    fit = meta.get("skew_fit") or {}
+    fit = _mapping(meta, "skew_fit")
     path = tables / "skew_fit.csv"
     if not fit.get("enabled") or not path.exists():
         return None
-    axes = fit["bucket_axes"]
-    labels = [axes["n_labels"], axes["skew_rate_labels"], axes["kv_big_labels"], axes["kp_labels"]]
+    try:
+        axes = fit["bucket_axes"]
+        labels = [list(axes[f"{name}_labels"]) for name in ("n", "skew_rate", "kv_big", "kp")]
+        bins_of = [
+            tuple(float(edge) for edge in axes[f"{name}_bins"][1:-1])
+            for name in ("n", "skew_rate", "kv_big", "kp")
+        ]
+    except (KeyError, TypeError, ValueError):
+        raise UserError(
+            "meta.yaml: skew_fit.enabled is true but bucket_axes does not list bins and labels of n, skew_rate, "
+            "kv_big and kp; set enabled to false to take unequal decodes as equal"
+        ) from None
     columns = ("pc", "n_label", "skew_rate_label", "kv_big_label", "kp_label", "alpha")
     raw: list[tuple[int, list[int], float]] = []
     for line, (pc, *names, alpha) in enumerate(_rows(path, columns, digest), 2):
@@ -248,15 +271,17 @@ def _skew(
                 f"{path.name}:{line}: a label that meta.yaml does not list, or no number"
             ) from None
     chunks = tuple(sorted({pc for pc, *_ in raw}))
-    per_tp = (fit.get("per_tp") or {}).get(tensor_parallel_size) or {}
+    by_tp = _mapping(fit, "per_tp")
+    number = tensor_parallel_size
+    per_tp = _mapping(by_tp, number if number in by_tp else str(number))
     return SkewAlpha(
         alpha={(chunks.index(pc), b[0], b[1], b[2], b[3]): alpha for pc, b, alpha in raw},
-        default=float(per_tp.get("alpha_default", 0.0)),
+        default=float(per_tp.get("alpha_default") or 0.0),
         chunks=chunks,
-        n_bins=tuple(axes["n_bins"][1:-1]),
-        share_bins=tuple(axes["skew_rate_bins"][1:-1]),
-        longest_bins=tuple(axes["kv_big_bins"][1:-1]),
-        prefill_bins=tuple(axes["kp_bins"][1:-1]),
+        n_bins=bins_of[0],
+        share_bins=bins_of[1],
+        longest_bins=bins_of[2],
+        prefill_bins=bins_of[3],
     )
 
 

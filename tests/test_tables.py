@@ -232,6 +232,7 @@ def test_reading_the_tables_again_gives_the_bundled_profile(profile: Path) -> No
         ("tp1/per_sequence.csv", "layer,sequences,time_us\nlm_head,1,nan\n", "out of range"),
         ("meta.yaml", None, "no meta.yaml"),
         ("meta.yaml", "- 1\n", "no mapping"),
+        ("meta.yaml", "skew_fit: {enabled: true}\n", "bucket_axes"),
         ("meta.yaml", ": :\n :", "not YAML"),
     ],
 )
@@ -310,3 +311,39 @@ def test_calibrate_makes_an_artifact_of_tables_and_refuses_those_of_another_gpu(
     with pytest.raises(UserError, match=r"RTX 4090.*A100"):
         run("a100", tmp_path / "other.json")
     assert not (tmp_path / "other.json").exists()
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from(["meta.yaml", "tp1/attention.csv", "tp1/dense.csv", "tp1/per_sequence.csv"]),
+    st.one_of(
+        st.binary(max_size=200),
+        st.text(max_size=200).map(str.encode),
+        st.sampled_from(
+            [
+                b"skew_fit: 3\n",
+                b"skew_fit: {enabled: true, per_tp: [1]}\n",
+                b"engine_effective: x\n",
+            ]
+        ),
+    ),
+)
+def test_any_bytes_are_tables_or_a_sentence(name: str, content: bytes) -> None:
+    import contextlib
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        profile = Path(folder) / "profile"
+        (profile / "tp1").mkdir(parents=True)
+        (profile / "meta.yaml").write_text("gpu: X\n")
+        rows = ["0,0,1,16,5", "16,0,0,0,5", "16,0,1,16,6"]
+        header = "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us"
+        (profile / "tp1" / "attention.csv").write_text("\n".join([header, *rows]))
+        (profile / "tp1" / "dense.csv").write_text(
+            "layer,tokens,time_us\nqkv_proj,1,5\nqkv_proj,8,6\n"
+        )
+        (profile / "tp1" / "per_sequence.csv").write_text("layer,sequences,time_us\nlm_head,1,5\n")
+        (profile / name).write_bytes(content)
+        with contextlib.suppress(UserError):
+            made = from_tables(profile, num_layers=2, hidden_size=64)
+            assert made.step_model(StepContext()).device_seconds(decodes(2, 100)) >= 0

@@ -297,6 +297,21 @@ def copy(tmp_path: Path) -> Path:
         ("engine.json", "{", "not JSON"),
         ("engine.json", "[]", "no JSON object"),
         ("engine.json", '{"model": "nobody/knows"}', "hf_config"),
+        (
+            "engine.json",
+            '{"model": "meta-llama/Llama-3.1-8B", "gpu": "a100", "data_parallel_size": "2"}',
+            "data_parallel_size",
+        ),
+        (
+            "engine.json",
+            '{"model": "meta-llama/Llama-3.1-8B", "gpu": "a100", "max_num_seqs": "x"}',
+            "engine.json|max_num_seqs",
+        ),
+        (
+            "engine.json",
+            '{"model": "m", "hf_config": {"hidden_size": []}}',
+            "hf_config|hidden_size",
+        ),
         ("trace.jsonl", None, "no trace.jsonl"),
         ("trace.jsonl", "", "empty"),
         ("trace.jsonl", "{}\n", "trace.jsonl:1: timestamp"),
