@@ -52,15 +52,20 @@ def draft_of(target: ModelSpec, config: dict[str, Any]) -> Draft | None:
         raise UserError(
             f"speculative_config: unknown method {method!r}; must be one of {', '.join(METHODS)}"
         )
+    count = config.get("num_speculative_tokens")
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+        raise UserError(
+            f"speculative_config: num_speculative_tokens={count!r} must be a whole number of at least 1"
+        )
     if method in _NO_MEMORY:
         return None
     if method in _OWN_LAYERS:
-        count = target.num_draft_layers
-        if not count:
+        layers = target.num_draft_layers
+        if not layers:
             raise UserError(
                 f"speculative_config: {target.name} has no MTP layers (num_nextn_predict_layers in its config)"
             )
-        return Draft(str(method), target, target.layers[-1:] * count)
+        return Draft(str(method), target, target.layers[-1:] * layers)
     if not isinstance(model_name, str):
         raise UserError(
             f"speculative_config: method {method!r} needs a model (a bundled name or a folder)"

@@ -26,6 +26,7 @@ from vsim.sim.content import (
     token_runs,
 )
 
+MAX_STAGES = 4096  # pipeline stages: more than any model has layers
 MAX_CASE_BYTES = 1 << 29  # unpacked; a .gz that grows beyond it is refused unread
 
 
@@ -165,7 +166,7 @@ def _v1_case(fields: _Fields, name: str) -> Case:
         scheduler_reserve_full_isl=take("scheduler_reserve_full_isl", _flag, True),
         watermark=take("watermark", _fraction, 0.0),
         async_scheduling=take("async_scheduling", _flag, False),
-        pipeline_parallel_size=take("pipeline_parallel_size", _count(1), 1),
+        pipeline_parallel_size=take("pipeline_parallel_size", _count(1, MAX_STAGES), 1),
         v2_model_runner=take("v2_model_runner", _flag, True),
         kv_groups=_groups(take("kv_groups", _optional(_list), None), name),
         prefix_cache_retention_interval=take(

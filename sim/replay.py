@@ -189,10 +189,18 @@ def replay(
             *deployment.assumptions,
             *step_model.assumptions,
             *said,
+            *_unheard_priorities(sent, config),
             *warnings_for(config),
             *_borrowed_rules(config),
         ),
     )
+
+
+def _unheard_priorities(trace: Trace, config: SchedulerConfig) -> list[str]:
+    """First come, first served is vLLM's default: priorities in a trace change nothing then."""
+    if config.policy == "priority" or trace.priority is None or not trace.priority.any():
+        return []
+    return ["The trace has priorities, which --scheduling-policy fcfs does not look at."]
 
 
 def _borrowed_rules(config: SchedulerConfig) -> list[str]:

@@ -149,6 +149,7 @@ def test_draft_layers_keep_kv_too() -> None:
     [
         ({"method": "mtp"}, "has no MTP layers"),
         ({"method": "magic"}, "unknown method 'magic'"),
+        ({"method": "ngram", "num_speculative_tokens": -3}, "num_speculative_tokens=-3 must be"),
         ({"method": "eagle"}, "needs a model"),
         ({"method": "eagle", "model": "no/such"}, "unknown model 'no/such'"),
     ],

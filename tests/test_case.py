@@ -61,6 +61,8 @@ def test_prompts_in_any_notation() -> None:
         (case({"block_size": "16"}), 'config.block_size="16" must be a whole number'),
         (case({"block_size": True}), "config.block_size=true must be a whole number"),
         (case({"num_gpu_blocks": -1}), "config.num_gpu_blocks=-1 must be at least 1"),
+        (case({"num_gpu_blocks": 1 << 60}), "must be at most 16777216"),
+        (case({"pipeline_parallel_size": 1 << 60}), "must be at most 4096"),
         (case({"policy": "lifo"}), 'config.policy="lifo" must be "fcfs" or "priority"'),
         (case({"async_scheduling": 1}), "config.async_scheduling=1 must be true or false"),
         (case({"watermark": 1.0}), "config.watermark=1.0 must be at least 0 and below 1"),

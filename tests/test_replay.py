@@ -106,6 +106,15 @@ def test_a_client_that_left_is_load_and_no_completion(replay: Call) -> None:
     assert summary["total_output_tokens"] == 10
 
 
+def test_priorities_that_nobody_looks_at_are_said(replay: Call) -> None:
+    rows = [row(0, 100, 50), row(0.001, 100, 5), row(0.002, 100, 5, priority=-1)]
+    told = "The trace has priorities, which --scheduling-policy fcfs does not look at."
+    for policy in ("fcfs", "priority"):
+        code, out, err = replay(rows, "--scheduling-policy", policy, "--max-num-seqs", 1)
+        assert code == 0, err
+        assert (told in json.loads(out)["assumptions"]) == (policy == "fcfs")
+
+
 def test_a_constant_rate_is_told_in_json(replay: Call, tmp_path: Path) -> None:
     code, out, err = replay(THREE, "--request-rate", 2, "--burstiness", "inf", "--out", tmp_path / "run")  # fmt: skip
     assert code == 0, err
