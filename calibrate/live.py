@@ -23,6 +23,7 @@ from vsim.calibrate.spot import (
     rate_for_load,
     scheduler_config,
     serve_command,
+    spread_doubt,
     transferred,
 )
 from vsim.calibrate.worker import Worker, find_vllm_python, worker_environment
@@ -37,7 +38,6 @@ from vsim.sim.run import Run
 from vsim.traces.trace import Trace
 
 LEAST_REPEATS = 3
-QUIET_SPREAD_PCT = 5.0  # of mean TPOT: pooled over thousands of steps, it hardly moves by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,12 +179,7 @@ def _judge(
     if busy and plan.clock == "wall":
         complaints.append(busy)
     cells = compare(ahead, runs)
-    apart = next((c.spread_pct for c in cells if (c.metric, c.statistic) == ("tpot", "mean")), 0.0)
-    if apart > QUIET_SPREAD_PCT:
-        complaints.append(
-            f"mean TPOT differs by {apart:.1f} % between the repeats, where a quiet machine keeps it within "
-            f"{QUIET_SPREAD_PCT:g} %: the spread says little about the engine"
-        )
+    complaints += spread_doubt(cells)
     if plan.repeats < LEAST_REPEATS:
         complaints.append(
             f"{plan.repeats} repeats say little about the noise: at least {LEAST_REPEATS} are needed"

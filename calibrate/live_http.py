@@ -10,7 +10,7 @@ from vsim.calibrate.design import Limits
 from vsim.calibrate.ensemble import StepErrors, bands
 from vsim.calibrate.http_serve import serve_over_http, server_facts
 from vsim.calibrate.live import LEAST_REPEATS, LivePlan, LiveResult, notes_of, trace_of
-from vsim.calibrate.spot import SpotCheck, compare, numbers, scheduler_config
+from vsim.calibrate.spot import SpotCheck, compare, numbers, scheduler_config, spread_doubt
 from vsim.errors import UserError
 from vsim.models.load import LoadedStepModel, read_profile
 from vsim.models.step import StepModel, StepShape
@@ -103,9 +103,11 @@ def live_http_check(
         complaints.append(
             f"{plan.repeats} repeats say little about the noise: at least {LEAST_REPEATS} are needed"
         )
+    cells = compare(ahead, runs)
+    complaints += spread_doubt(cells)
     return LiveResult(
         SpotCheck(
-            cells=compare(ahead, runs),
+            cells=cells,
             complaints=complaints,
             facts={
                 "requests": len(trace),

@@ -23,6 +23,7 @@ from vsim.traces.trace import Trace, TraceSource
 
 STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 TOLERANCE_PCT = 5.0
+QUIET_SPREAD_PCT = 5.0  # of mean TPOT: pooled over thousands of steps, it hardly moves by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +274,17 @@ def numbers(run: Run) -> dict[tuple[str, str], float]:
             float(run.requests["output_tokens"][done].sum()) / span_s
         )
     return found
+
+
+def spread_doubt(cells: Sequence[Cell]) -> list[str]:
+    """A sentence if the repeats lie further apart than a quiet machine's would."""
+    for cell in cells:
+        if (cell.metric, cell.statistic) == ("tpot", "mean") and cell.spread_pct > QUIET_SPREAD_PCT:
+            return [
+                f"mean TPOT differs by {cell.spread_pct:.1f} % between the repeats, where a quiet machine "
+                f"keeps it within {QUIET_SPREAD_PCT:g} %: the spread says little about the engine"
+            ]
+    return []
 
 
 def compare(predicted: Mapping[tuple[str, str], Band], measured: Sequence[Run]) -> list[Cell]:

@@ -261,7 +261,12 @@ def _write_runs(out: Path, result: Any) -> None:
 
 def describe(check: Any) -> str:
     """The comparison as a table for a person."""
-    facts = check.facts
+    from vsim.sim.text import plain
+
+    # A server says what it likes of itself: nothing of it reaches the terminal raw.
+    facts: dict[str, Any] = {
+        k: plain(v) if isinstance(v, str) else v for k, v in check.facts.items()
+    }
     lines = [
         f"{facts['requests']} requests, {facts['repeats']} repeats on {facts['device']}, vLLM "
         f"{facts['vllm_version']}, {facts['model']}, block size {facts['block_size']}, "
@@ -298,8 +303,8 @@ def describe(check: Any) -> str:
                 f"scheduler, given the real step times of repeat {number}: {same['equal_steps']} of "
                 f"{same['steps']} steps equal"
             )
-    lines += [f"note: {sentence}" for sentence in facts["assumptions"]]
-    lines += [f"doubt: {sentence}" for sentence in check.complaints]
+    lines += [f"note: {plain(sentence)}" for sentence in facts["assumptions"]]
+    lines += [f"doubt: {plain(sentence)}" for sentence in check.complaints]
     lines.append("passed" if check.passed else "not passed")
     return "\n".join(lines)
 
