@@ -164,6 +164,8 @@ def replay(
             f"data_parallel_size={deployment.data_parallel_size}: replay simulates one replica; give it its "
             "share of the traffic (--limit, --request-rate)"
         )
+    if overlap_swaps and deployment.scheduler.engine != "v0":
+        raise UserError("--overlap-swaps is for --engine v0: V1 never swaps")
     sent = load.apply(trace)
     config = deployment.scheduler
     said = check_lengths(sent, config.max_model_len, load.overlong)
@@ -232,6 +234,10 @@ def with_preemption(
     if given and config.engine != "v0":
         raise UserError(
             f"--{next(iter(given)).replace('_', '-')} is for --engine v0: V1 always recomputes"
+        )
+    if swap_above_tokens is not None and config.preemption_mode == "recompute":
+        raise UserError(
+            "--swap-above-tokens swaps long victims, and --preemption-mode recompute never swaps: drop one of them"
         )
     for name, value in given.items():
         if isinstance(value, int) and value < 0:

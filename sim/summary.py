@@ -94,6 +94,7 @@ def summarize(
         "block_size": run.block_size,
         "num_gpu_blocks": run.num_gpu_blocks,
         "num_steps": len(run.steps["start_ns"]),
+        **_swaps(run),
         **_prefix_cache(run),
         **_over_time(run, span_ns),
     }
@@ -179,6 +180,19 @@ def _checked_percentiles(percentiles: Sequence[float]) -> tuple[float, ...]:
 def _rate(value: Any) -> Any:
     # vLLM writes "inf" for all at once (JSON has no infinity); null here means the trace's own timing.
     return "inf" if value == float("inf") else value
+
+
+def _swaps(run: Run) -> dict[str, Any]:
+    """V0: blocks moved to the CPU and back, and bytes over the host link of each GPU. V1 has no swapping."""
+    if "swapped_out_blocks" not in run.counters:
+        return {}
+    moved_out, moved_in = (run.counters[f"swapped_{way}_blocks"] for way in ("out", "in"))
+    block_bytes = run.config.get("kv_cache", {}).get("bytes_per_block")
+    return {
+        "swapped_out_blocks": moved_out,
+        "swapped_in_blocks": moved_in,
+        "swapped_bytes": None if block_bytes is None else (moved_out + moved_in) * block_bytes,
+    }
 
 
 def _prefix_cache(run: Run) -> dict[str, Any]:

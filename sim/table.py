@@ -148,8 +148,20 @@ def engine_rows(s: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("Waiting requests, mean / peak:", _pair(s, "waiting", _tenth)),
         ("Preemptions:", number(s["preemptions"])),
         ("Tokens recomputed:", number(s["recomputed_tokens"])),
+        *_swapped(s),
         ("Engine steps:", number(s["num_steps"])),
     ]
+
+
+def _swapped(s: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Only where something was swapped: V1 and a V0 that recomputes have nothing to say."""
+    if not s.get("swapped_out_blocks"):
+        return []
+    blocks = f"{number(s['swapped_out_blocks'])} / {number(s['swapped_in_blocks'])}"
+    rows = [("Blocks swapped, out / in:", blocks)]
+    if s["swapped_bytes"] is not None:
+        rows.append(("Bytes swapped (GB per GPU):", number(s["swapped_bytes"] / 1e9, 3)))
+    return rows
 
 
 def _pair(s: Mapping[str, Any], name: str, form: Any) -> str:

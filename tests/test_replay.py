@@ -131,6 +131,11 @@ def test_a_constant_rate_is_told_in_json(replay: Call, tmp_path: Path) -> None:
         (["--time-scale", "1e300"], "longer than 146 years"),
         (["--num-gpu-blocks-override", "10000000000000000"], "more than a simulation keeps"),
         (["--engine", "v0", "--swap-space", "1e9"], "more than a simulation keeps"),
+        (["--overlap-swaps"], "--overlap-swaps is for --engine v0"),
+        (
+            ["--engine", "v0", "--preemption-mode", "recompute", "--swap-above-tokens", "10"],
+            "--preemption-mode recompute never swaps",
+        ),
         (
             ["--engine", "v0", "-pp", "2", "--max-model-len", "512"],
             "one scheduler a pipeline stage",
@@ -144,3 +149,23 @@ def test_what_cannot_be_is_one_sentence_and_leaves_no_folder(
     assert (code, out) == (2, "")
     assert err.startswith("error: ") and err.count("\n") == 1 and words in err
     assert not (tmp_path / "run").exists()
+
+
+def test_swapped_bytes_are_told_and_cross_the_link_in_their_time(replay: Call) -> None:
+    # Two requests of 20 + 30 tokens on five blocks of 16: at 32 computed tokens each, the first takes the fifth
+    # block and the second gives way with two.
+    two = [{"timestamp": 0.0, "input_tokens": 20, "output_tokens": 30}] * 2
+    v0 = ["--engine", "v0", "--num-gpu-blocks-override", 5, "--max-model-len", 64]
+
+    def run(*flags: object) -> dict[str, Any]:
+        code, out, err = replay(two, *v0, *flags)
+        assert code == 0, err
+        return dict(json.loads(out))
+
+    fast, slow = (run("--preemption-mode", "swap", "--pcie-gbps", gbps) for gbps in (1e6, 1e-6))
+    assert fast["swapped_out_blocks"] == fast["swapped_in_blocks"] == 2
+    assert fast["recomputed_tokens"] == 0
+    assert fast["swapped_bytes"] % 4 == 0 and fast["swapped_bytes"] == slow["swapped_bytes"] > 0
+    assert slow["duration"] - fast["duration"] == pytest.approx(slow["swapped_bytes"] / 1e3)
+    recompute = run("--swap-above-tokens", 32)
+    assert (recompute["swapped_bytes"], recompute["recomputed_tokens"]) == (0, 32)
