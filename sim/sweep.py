@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib.util
 import json
 import os
@@ -94,17 +93,12 @@ def sweep(
     return {"done": finished, "refused": len(rows) - finished, "from_journal": kept}
 
 
-def _job(
-    key: str, trace: Trace, point: Point, asked: Asked, owner: int | None = None
-) -> tuple[str, Result]:
-    if owner is not None:
-        _end_with(owner)
+def _job(key: str, trace: Trace, point: Point, asked: Asked) -> tuple[str, Result]:
     return key, run_point(trace, point, asked)
 
 
-@functools.cache
 def _end_with(owner: int) -> None:
-    """Let this worker process end with `owner`, the process that started it.
+    """Let this worker process, which is just starting, end with `owner`, the process that started it.
 
     loky's workers outlive a parent that was killed -9 by minutes: nobody would read what they compute.
     """
@@ -133,10 +127,7 @@ def _results(
     with _backend(workers) as jobs:
         # One point a task: what is finished reaches the journal at once.
         common: dict[str, Any] = {"n_jobs": jobs, "batch_size": 1}
-        owner = os.getpid() if workers.backend == "loky" else None
-        tasks = [
-            joblib.delayed(_job)(key, trace, point, asked, owner) for key, point in work.items()
-        ]
+        tasks = [joblib.delayed(_job)(key, trace, point, asked) for key, point in work.items()]
         try:
             yield from _unordered(tasks, common)
         except UserError:
@@ -211,6 +202,8 @@ def _backend(workers: Workers) -> Iterator[int]:
         if workers.address is not None:
             os.environ["RAY_ADDRESS"] = workers.address  # where ray.init() looks
         register_ray()
+    if workers.backend == "loky":
+        options |= {"initializer": _end_with, "initargs": (os.getpid(),)}
     if workers.backend == "dask":
         options["scheduler_host"] = workers.address
     jobs = workers.jobs if workers.jobs is not None else -1

@@ -11,7 +11,7 @@ import yaml
 from vsim.errors import UserError
 from vsim.traces.options import printable
 
-MAX_BYTES = 1_000_000
+MAX_BYTES = 200_000
 
 
 class _RepeatedError(ValueError):
@@ -35,13 +35,15 @@ def _refuse_repeats(text: str) -> None:
 
 
 def _is_scalar(value: Any) -> bool:
-    return not isinstance(value, dict | list | set | tuple)
+    # An integer of thousands of digits cannot even be printed in a message.
+    huge = isinstance(value, int) and abs(value) >= 1 << 63
+    return not huge and not isinstance(value, dict | list | set | tuple)
 
 
 def read_mapping(path: str | Path, what: str) -> dict[str, Any]:
     """The mapping that `path` holds: JSON where the name ends in .json, else YAML (safe loading only).
 
-    `what` names it in errors ("price file"). Raises UserError if the file is missing, over 1 MB, not
+    `what` names it in errors ("price file"). Raises UserError if the file is missing, over 200 kB, not
     text, malformed, not a mapping from text to a value or a list of values, or names a key twice.
     """
     file = Path(path)
@@ -71,8 +73,8 @@ def read_mapping(path: str | Path, what: str) -> dict[str, Any]:
         line = f":{mark.line + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or "malformed"
         raise UserError(f"{what} {name}{line}: not YAML ({printable(str(problem))})") from None
-    except (RecursionError, ValueError, TypeError, OverflowError):
-        # Nested too deep, a number of too many digits, a date that is none, an unhashable key.
+    except (RecursionError, ValueError, TypeError, OverflowError, AttributeError):
+        # Nested too deep, a number of too many digits, a date that is none (PyYAML trips over some).
         raise UserError(f"{what} {name} holds a value that cannot be read") from None
     if not isinstance(value, dict):
         raise UserError(f"{what} {name} must be a mapping such as `a100: 1.5`, one name a line")
