@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections import Counter
@@ -144,6 +145,7 @@ def calibrate(plan: Plan, say: Callable[[str, Progress], None]) -> Outcome:
     deadline = time.monotonic() + plan.budget_s
     interrupted = False
     start_s = 0.0
+    load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
     with tempfile.TemporaryDirectory(prefix="vsim-calibrate-") as scratch:
         folder = Path(scratch)
         model_folder = write_model(config, folder / "model")
@@ -164,6 +166,7 @@ def calibrate(plan: Plan, say: Callable[[str, Progress], None]) -> Outcome:
                     earlier,
                     progress,
                     say,
+                    load if number == 0 else None,
                 )
         except KeyboardInterrupt:
             interrupted = True
@@ -214,6 +217,7 @@ def _session(
     earlier: Samples,
     progress: Progress,
     say: Callable[[str, Progress], None],
+    load: float | None,
 ) -> float:
     """One engine at one block size, until the clock says so. Returns the seconds its start took."""
     began = time.monotonic()
@@ -231,7 +235,9 @@ def _session(
             flags=plan.engine_flags,
         )
         started = worker.start(args, plan.temperature)
-        about = session_about(worker.hello, started, config, args, plan.threads, plan.temperature)
+        about = session_about(
+            worker.hello, started, config, args, plan.threads, plan.temperature, load
+        )
         check_same_device(earlier, about, plan.out)
         limits = limits_of(started)
         name = f"{about['date']}-b{block_size}"

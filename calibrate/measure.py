@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -224,8 +223,12 @@ def session_about(
     engine_args: dict[str, Any],
     threads: int,
     temperature: float,
+    load_average: float | None = None,
 ) -> dict[str, Any]:
-    """What is known about a session, JSON-ready and free of paths."""
+    """What is known about a session, JSON-ready and free of paths.
+
+    `load_average`: of the machine before the measurement began; None once it is the measurement's own.
+    """
     return {
         **hello,
         **started,
@@ -233,9 +236,7 @@ def session_about(
         "threads": threads,
         "temperature": temperature,
         "engine_args": {k: v for k, v in engine_args.items() if k != "model"},
-        "load_average": [round(x, 2) for x in os.getloadavg()]
-        if hasattr(os, "getloadavg")
-        else None,
+        "load_average": load_average,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
@@ -260,13 +261,14 @@ def busy_warning(samples: Samples, cores: int) -> str | None:
     """One sentence if something else ran beside the measurement, else None."""
     rows = [row for row in samples.rows if not row.warmup]
     share = sum(row.disturbed for row in rows) / len(rows) if rows else 0.0
-    loads = [s["load_average"][0] for s in samples.sessions.values() if s.get("load_average")]
+    found = [s.get("load_average") for s in samples.sessions.values()]
+    loads = [load for load in found if isinstance(load, int | float)]
     if share > 0.1:
         return (
             f"this machine was busy: in {share:.0%} of {len(rows)} steps another process had the engine's "
             "core; they are left out, but the rest suffered too. Measure again when nothing else runs"
         )
-    if loads and max(loads) > 0.5 * cores + 0.5:
+    if loads and max(loads) > 0.5 * cores:
         return (
             f"the load average was {max(loads):.1f} on {cores} cores when the measurement began: "
             "something else was running. Measure again when nothing else runs"

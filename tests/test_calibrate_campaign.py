@@ -342,3 +342,13 @@ def test_exit_codes_reach_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit) as left:
         cli.main()
     assert left.value.code == 1
+
+
+def test_a_load_before_the_measurement_is_said_and_its_own_is_not() -> None:
+    from vsim.calibrate.measure import busy_warning
+    from vsim.calibrate.samples import Samples
+
+    quiet_start = Samples(sessions={"a": {"load_average": 0.2}, "b": {"load_average": None}})
+    assert busy_warning(quiet_start, cores=2) is None
+    busy_start = Samples(sessions={"a": {"load_average": 3.0}})
+    assert "load average was 3.0 on 2 cores" in str(busy_warning(busy_start, cores=2))
