@@ -18,14 +18,23 @@ from vsim.models.model_spec import load_model
 from vsim.sim.cluster import ReplicaSpec, simulate_cluster
 from vsim.sim.deployment import Deployment, resolve
 from vsim.sim.engine import HostLink
-from vsim.sim.replay import Load, check_lengths, front_end, replay, step_model_for
+from vsim.sim.replay import (
+    Load,
+    check_lengths,
+    front_end,
+    replay,
+    step_model_for,
+    with_preemption,
+)
 from vsim.sim.router import named_route
 from vsim.sim.run import Run
 from vsim.sim.summary import summarize
 from vsim.sim.sweep_space import Point
+from vsim.sim.traps_v0 import warnings_for
 from vsim.traces.trace import Trace
 
 DONE, REFUSED = "done", "refused"
+_PREEMPTION = ("swap_above_tokens", "victim_rule", "num_cpu_blocks", "pcie_gbps")
 _LOAD_FIELDS = tuple(field.name for field in dataclasses.fields(Load))
 # A summary's own words for settings of the load, and what is no number.
 _NOT_NUMBERS = {
@@ -69,11 +78,14 @@ def simulate_point(trace: Trace, point: Point) -> tuple[Run, Deployment, LoadedS
     profile = given.pop("profile", None)
     load = Load(**{name: given.pop(name) for name in _LOAD_FIELDS if name in given})  # type: ignore[arg-type]
     model, gpu = str(given.pop("model")), str(given.pop("gpu"))
-    deployment = resolve(model, gpu, **given)  # type: ignore[arg-type]
+    overlap = bool(given.pop("overlap_swaps", False))
+    beyond = {name: given.pop(name) for name in _PREEMPTION if name in given}
+    deployment = with_preemption(resolve(model, gpu, **given), **beyond)  # type: ignore[arg-type]
     step_model = step_model_for(deployment, None if profile is None else str(profile))
     if replicas == 1:
-        return replay(trace, deployment, step_model, load), deployment, step_model
-    run = _replay_cluster(trace, deployment, step_model, load, replicas, route)
+        run = replay(trace, deployment, step_model, load, overlap_swaps=overlap)
+    else:
+        run = _replay_cluster(trace, deployment, step_model, load, replicas, route, overlap)
     return run, deployment, step_model
 
 
@@ -84,7 +96,10 @@ def _replay_cluster(
     load: Load,
     replicas: int,
     route: str,
+    overlap_swaps: bool,
 ) -> Run:
+    if overlap_swaps and deployment.scheduler.engine != "v0":
+        raise UserError("--overlap-swaps is for --engine v0: V1 never swaps")
     if deployment.data_parallel_size > 1:
         raise UserError(
             f"data_parallel_size={deployment.data_parallel_size} is not simulated; vary replicas instead"
@@ -94,7 +109,9 @@ def _replay_cluster(
     said = check_lengths(sent, config.max_model_len, load.overlong)
     link = None
     if deployment.gpu.pcie_gb_s is not None:
-        link = HostLink(deployment.capacity.bytes_per_block, deployment.gpu.pcie_gb_s * 1e9)
+        link = HostLink(
+            deployment.capacity.bytes_per_block, deployment.gpu.pcie_gb_s * 1e9, overlap_swaps
+        )
     run = simulate_cluster(
         sent,
         [ReplicaSpec(config, step_model, link)] * replicas,
@@ -107,6 +124,7 @@ def _replay_cluster(
         *deployment.assumptions,
         *step_model.assumptions,
         *said,
+        *warnings_for(config),
         f"{replicas} replicas behind {route} routing; the router itself takes no time",
     )
     return dataclasses.replace(run, assumptions=assumptions)

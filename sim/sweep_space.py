@@ -36,6 +36,12 @@ _LOAD: dict[str, type] = {
     "overlong": str,
     "seed": int,
     "profile": str,
+    # What vLLM has no flag for (`replay.with_preemption`).
+    "swap_above_tokens": int,
+    "victim_rule": str,
+    "num_cpu_blocks": int,
+    "pcie_gbps": float,
+    "overlap_swaps": bool,
 }
 _SHORT = {
     "tp": "tensor_parallel_size",

@@ -66,12 +66,23 @@ def test_a_grid_is_every_combination_first_name_slowest() -> None:
 
 
 def test_every_flag_of_replay_can_vary() -> None:
-    from vsim.commands.options import NAMES
+    from vsim.commands.options import _READING
+    from vsim.commands.replay import replay
 
-    assert set(NAMES) <= set(dimensions())
-    assert {"request_rate", "max_concurrency", "time_scale", "replicas", "route"} <= set(
-        dimensions()
-    )
+    # How a trace is read, what is reported and where it goes are no what-ifs.
+    same = {"trace", "metric_percentiles", "goodput", "out", "overwrite", "report", "as_json"}
+    same |= {names[-1].lstrip("-").replace("-", "_") for names, _ in _READING}
+    flags = {parameter.name for parameter in replay.params} - same
+    assert flags <= set(dimensions()), flags - set(dimensions())
+    assert {"replicas", "route"} <= set(dimensions())
+
+
+def test_preemption_rules_of_v0_vary_and_v1_refuses_them(tmp_path: Path) -> None:
+    out = tmp_path / "t.parquet"
+    space = [parse_vary("engine=v0,v1"), parse_vary("victim_rule=most_blocks")]
+    sweep(small_trace(4), points_of({**TINY, "max_model_len": 4096}, dict(space)), out)
+    assert table(out)["status"] == ["done", "refused"]
+    assert "victim-rule" in table(out)["reason"][1]
 
 
 def test_words_become_values_of_the_right_type() -> None:
