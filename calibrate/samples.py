@@ -179,8 +179,13 @@ def _read_parquet(path: Path) -> Iterator[Entry]:
         raise UserError(f"{path} lacks the columns {', '.join(missing)} of schema {SCHEMA}")
     for name, session in json.loads(meta.get("sessions", "{}")).items():
         yield (name, session), None
-    for raw in table.to_pylist():
-        yield None, _row(raw)
+    for number, raw in enumerate(table.to_pylist()):
+        try:
+            yield None, _row(raw)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{path}: row {number} is not a sample of schema {SCHEMA}: {error}"
+            ) from None
 
 
 def _read_journal(path: Path) -> Iterator[Entry]:
@@ -194,10 +199,14 @@ def _read_journal(path: Path) -> Iterator[Entry]:
                 entry = json.loads(line)
                 if "session" in entry and "seq" not in entry:
                     _check_schema(entry.get("schema"), path)
+                    if not isinstance(entry["session"], str) or not isinstance(
+                        entry["about"], dict
+                    ):
+                        raise TypeError("a session needs a name and an object")
                     yield (entry["session"], entry["about"]), None
                 else:
                     yield None, _row(entry)
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise UserError(
                     f"{path}:{number} is not a sample of schema {SCHEMA}: {error}"
                 ) from None
@@ -209,10 +218,32 @@ def _check_schema(schema: object, path: Path) -> None:
 
 
 def _row(raw: dict[str, Any]) -> StepSample:
+    """A sample from its fields. Raises KeyError, TypeError or ValueError where they are none."""
     values = {name: raw[name] for name in _FIELDS}
-    for name in _TUPLES:
-        values[name] = tuple(int(n) for n in values[name])
+    for name, kind in _FIELDS.items():
+        value = values[name]
+        if name in _TUPLES:
+            if not isinstance(value, list) or not all(_is_count(n) for n in value):
+                raise TypeError(f"{name} must be a list of whole numbers")
+            values[name] = tuple(value)
+        elif kind == "int" and not _is_count(value):
+            raise TypeError(f"{name}={value!r} must be a whole number from 0 to 10^15")
+        elif kind == "float":
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"{name}={value!r} must be a number")
+            if not 0 <= value < 1e18:
+                raise ValueError(f"{name}={value!r} must be finite and not negative")
+        elif kind in ("str", "bool") and type(value).__name__ != kind:
+            raise TypeError(f"{name}={value!r} must be of type {kind}")
+        elif kind == "str":
+            value.encode()  # half a surrogate pair can't be written again
+    if len(values["prefill_new"]) != len(values["prefill_context"]):
+        raise ValueError("prefill_new and prefill_context must be equally long")
     return StepSample(**values)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**15
 
 
 class Journal:

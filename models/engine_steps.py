@@ -109,14 +109,23 @@ def build_engine_steps(params: Mapping[str, Any], block_size: int | None) -> Eng
 
     Raises KeyError, TypeError or ValueError where they are not such parameters.
     """
+    curve = params["tokens"]
     return EngineStepModel(
-        tokens=Curve(params["tokens"]["tokens"], params["tokens"]["seconds"]),
-        per_seq_s=float(params["per_seq_s"]),
-        per_chunk_s=float(params["per_chunk_s"]),
-        per_mixed_step_s=float(params["per_mixed_step_s"]),
+        tokens=Curve(curve["tokens"], [_seconds(s) for s in curve["seconds"]]),
+        per_seq_s=_seconds(params["per_seq_s"]),
+        per_chunk_s=_seconds(params["per_chunk_s"]),
+        per_mixed_step_s=_seconds(params["per_mixed_step_s"]),
         attention=_attention_at(params["attention"], block_size),
-        host=Host(**params["host"]),
+        host=Host(**{k: _seconds(v) for k, v in dict(params["host"]).items()}),
     )
+
+
+def _seconds(value: Any) -> float:
+    """A coefficient from a file. Raises ValueError unless it is finite and not negative."""
+    seconds = float(value)
+    if not 0 <= seconds < 1e9:
+        raise ValueError(f"{value!r} is no time in seconds")
+    return seconds
 
 
 def _attention_at(rows: Sequence[Mapping[str, Any]], block_size: int | None) -> Attention:
@@ -128,6 +137,8 @@ def _attention_at(rows: Sequence[Mapping[str, Any]], block_size: int | None) -> 
         for row in rows
     }
     sizes = sorted(by_size)
+    if sizes[0] < 1:
+        raise ValueError(f"block size {sizes[0]} must be at least 1")
     if block_size is None:
         return by_size[int(rows[0]["block_size"])]
     if block_size in by_size:

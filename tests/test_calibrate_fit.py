@@ -286,3 +286,29 @@ def test_the_serving_run_is_reproducible_and_fits() -> None:
     assert rows == serving_trace(LIMITS, 50, 4.0, seed=1)
     assert rows != serving_trace(LIMITS, 50, 4.0, seed=2)
     assert all(prompt + output <= LIMITS.max_model_len for _, prompt, output, _ in rows)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        {"per_seq_s": float("nan")},
+        {"per_seq_s": -1.0},
+        {"per_seq_s": "fast"},
+        {"tokens": {"tokens": [1, 2], "seconds": [0.1, float("inf")]}},
+        {"tokens": {"tokens": [], "seconds": []}},
+        {"tokens": []},
+        {"attention": []},
+        {"attention": [{"block_size": 0}, {"block_size": 64}]},
+        {"attention": [{"block_size": 32, "strange": 1.0}]},
+        {"host": None},
+        {"host": {"base_s": 1e300}},
+    ],
+    ids=str,
+)
+def test_parameters_that_are_none_are_refused(spoil: dict) -> None:  # type: ignore[type-arg]
+    from vsim.models.artifact import Calibration
+    from vsim.models.domain import Domain
+
+    broken = Calibration("engine-steps", {**_params(), **spoil}, Domain())
+    with pytest.raises(UserError, match="can't be used"):
+        broken.step_model(StepContext(block_size=32))

@@ -1,7 +1,7 @@
 """Samples survive: whole rows, each once, and never mixed with another machine's."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -147,3 +147,36 @@ def test_a_file_that_is_no_parquet_is_named(tmp_path: Path) -> None:
     parquet_path(path).write_bytes(b"PAR1 but not really")
     with pytest.raises(UserError, match="not a readable Parquet"):
         read_samples(path)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(field=st.sampled_from([f.name for f in fields(StepSample)]), value=json_values)
+def test_any_value_in_any_field_is_a_sample_or_one_sentence(
+    field: str, value: object, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("fuzz") / "a.json"
+    entry = {**asdict(sample()), field: value}
+    journal_path(path).write_text(
+        json.dumps({"schema": SCHEMA, "session": "s", "about": ABOUT})
+        + "\n"
+        + json.dumps(entry)
+        + "\n"
+    )
+    try:
+        rows = read_samples(path).rows
+    except UserError as refusal:
+        assert "jsonl:2" in str(refusal)
+    else:
+        # Whatever is taken can be used and written.
+        assert rows[0].host_s >= 0 and rows[0].shape.num_tokens >= 0
+        compact(path)
+        assert read_samples(path).rows == rows
