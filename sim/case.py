@@ -294,7 +294,19 @@ def _refuse_what_vllm_refuses(config: SchedulerConfig, name: str) -> None:
             f"{name}: config.max_num_active_seqs={config.max_num_active_seqs} is above max_num_seqs={seqs},"
             " which vLLM refuses"
         )
-    if config.engine == "v1" and config.long_prefill_token_threshold > config.max_model_len:
+    partial, long = config.max_num_partial_prefills, config.max_long_partial_prefills
+    if partial > 1 and not config.enable_chunked_prefill:
+        raise UserError(
+            f"{name}: config.max_num_partial_prefills={partial} needs enable_chunked_prefill, else vLLM refuses it"
+        )
+    if long > partial:
+        raise UserError(
+            f"{name}: config.max_long_partial_prefills={long} is above max_num_partial_prefills={partial},"
+            " which vLLM refuses"
+        )
+    # 0.8.5 looks at the threshold only where it has a use for it.
+    capped = config.engine == "v1" or partial > 1
+    if capped and config.long_prefill_token_threshold > config.max_model_len:
         raise UserError(
             f"{name}: config.long_prefill_token_threshold={config.long_prefill_token_threshold} is above"
             f" max_model_len={config.max_model_len}, which vLLM refuses"
@@ -378,7 +390,8 @@ def _mooncake(fields: _Fields, where: str) -> list[Run]:
     left = fields.take("input_tokens", _count(0))
     content_ids = fields.take("hash_ids", _list)
     block_tokens = fields.take("hash_block_tokens", _count(1, STREAM_TOKENS))
-    if len(content_ids) != -(-left // block_tokens):
+    # Ids beyond the prompt's end name nothing: the recorder of the cases ignores them too.
+    if len(content_ids) < -(-left // block_tokens):
         raise UserError(
             f"{where}.hash_ids has {len(content_ids)} ids, but input_tokens={left} in pieces of"
             f" hash_block_tokens={block_tokens} needs {-(-left // block_tokens)}"
@@ -386,8 +399,9 @@ def _mooncake(fields: _Fields, where: str) -> list[Run]:
     pieces = []
     for position, content in enumerate(content_ids):
         _count(0)(content, f"{where}.hash_ids[{position}]")
-        pieces.append(stream_run(content, min(block_tokens, left)))
-        left -= block_tokens
+        length = min(block_tokens, left)
+        pieces.append(stream_run(content, length))
+        left -= length
     return pieces
 
 

@@ -53,6 +53,19 @@ def test_prompts_in_any_notation() -> None:
     assert parsed[3].runs == ((9, 2), (4, 1))
 
 
+def test_hash_ids_beyond_the_end_of_the_prompt_name_nothing() -> None:
+    exact, more = (
+        parse_case(case({}, request(hash_ids=ids, hash_block_tokens=4)), "x.json").requests[0]
+        for ids in ([1, 1, 2], [1, 1, 2, 5, 6])
+    )
+    assert more.runs == exact.runs and more.prompt_tokens == 10
+
+
+def test_v0_does_not_mind_a_threshold_that_it_has_no_use_for() -> None:
+    config = {"engine": "v0", "long_prefill_token_threshold": 9999}
+    assert parse_case(case(config), "x.json").config.long_prefill_token_threshold == 9999
+
+
 @pytest.mark.parametrize(
     ("broken", "complaint"),
     [
@@ -76,6 +89,26 @@ def test_prompts_in_any_notation() -> None:
         (case({"max_num_seqs": 64, "max_num_batched_tokens": 32}), "is below max_num_seqs=64"),
         (case({"enable_chunked_prefill": False}), "without chunked prefill"),
         (case({"max_num_active_seqs": 300}), "is above max_num_seqs=256"),
+        (case({"long_prefill_token_threshold": 8193}), "is above max_model_len=8192"),
+        (
+            case({"engine": "v0", "max_num_partial_prefills": 2}),
+            "needs enable_chunked_prefill",
+        ),
+        (
+            case({"engine": "v0", "max_long_partial_prefills": 2}),
+            "is above max_num_partial_prefills=1",
+        ),
+        (
+            case(
+                {
+                    "engine": "v0",
+                    "enable_chunked_prefill": True,
+                    "max_num_partial_prefills": 2,
+                    "long_prefill_token_threshold": 2049,
+                }
+            ),
+            "is above max_model_len=2048",
+        ),
         (case({}, request(), request()), 'requests[1].id="a" is already requests[0]'),
         (case({}, request(arrival=-0.5)), "requests[0].arrival=-0.5 must be at least 0"),
         (case({}, request(arrival=float("nan"))), "requests[0].arrival=NaN must be"),
@@ -85,7 +118,7 @@ def test_prompts_in_any_notation() -> None:
         (case({}, request(segments=[])), "has segments and input_tokens"),
         (case({}, {"id": "a", "arrival": 0, "output_tokens": 1}), "and has none"),
         (
-            case({}, request(hash_ids=[1, 2], hash_block_tokens=10)),
+            case({}, request(hash_ids=[1, 2], hash_block_tokens=4)),
             "has 2 ids, but input_tokens=10",
         ),
         (case({}, request(hash_ids=[])), "hash_block_tokens is missing"),
