@@ -208,7 +208,13 @@ def _backend(workers: Workers) -> Iterator[int]:
         options["scheduler_host"] = workers.address
     jobs = workers.jobs if workers.jobs is not None else -1
     try:
-        context = joblib.parallel_config(backend=workers.backend, n_jobs=jobs, **options)
+        try:
+            context = joblib.parallel_config(backend=workers.backend, n_jobs=jobs, **options)
+        except TypeError:
+            if workers.backend != "loky":
+                raise
+            # joblib before 1.5 takes no initializer: idle workers of a killed sweep stay for minutes.
+            context = joblib.parallel_config(backend="loky", n_jobs=jobs)
     except (OSError, ValueError, RuntimeError) as error:
         where = f" at {workers.address}" if workers.address else ""
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
