@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,14 @@ class Calibration:
         """The model these numbers make in a deployment. Raises UserError if the parameters are not whole."""
         try:
             return build(self.kind, self.params, context)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (
+            KeyError,
+            AttributeError,
+            TypeError,
+            ValueError,
+            IndexError,
+            ArithmeticError,
+        ) as error:
             raise UserError(
                 f"profile of kind {self.kind!r}: its params can't be used: {type(error).__name__} {error}"
             ) from None
@@ -68,17 +76,26 @@ def build(kind: str, params: Mapping[str, Any], context: StepContext) -> StepMod
     if kind == "tables":
         return build_tables(params, context)
     if kind == "roofline":
-        return RooflineStepModel(**params)
+        return RooflineStepModel(**_finite(params))
     if kind == "engine-steps":
         return build_engine_steps(params, context.block_size)
     if kind == "corrected":
         prior = params["prior"]
         return CorrectedStepModel(
-            build(prior["kind"], prior["params"], context), Coefficients(**params["coefficients"])
+            build(prior["kind"], prior["params"], context),
+            Coefficients(**_finite(params["coefficients"])),
         )
     raise ValueError(
         f"unknown kind {kind!r}; this version knows tables, roofline, engine-steps, corrected"
     )
+
+
+def _finite(params: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`params` as they are. Raises ValueError unless all are finite numbers: a NaN would pass comparisons."""
+    for name, value in params.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+            raise ValueError(f"{name}={value!r} is no finite number")
+    return params
 
 
 def read_calibration(path: Path) -> Calibration:
@@ -125,6 +142,13 @@ def parse_calibration(text: str, name: str) -> Calibration:
     quality, provenance = data.get("quality") or {}, data.get("provenance") or {}
     if not isinstance(quality, dict) or not isinstance(provenance, dict):
         raise UserError(f"profile {name}: quality and provenance must be objects")
+    said, tp = provenance.get("assumptions", []), provenance.get("tensor_parallel_size")
+    if not isinstance(said, list):
+        raise UserError(f"profile {name}: provenance.assumptions must be a list of sentences")
+    if tp is not None and (isinstance(tp, bool) or not isinstance(tp, int) or tp < 1):
+        raise UserError(
+            f"profile {name}: provenance.tensor_parallel_size={tp!r} must be a whole number of at least 1"
+        )
     return Calibration(kind, params, Domain(**domain), quality, provenance)
 
 

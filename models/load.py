@@ -32,6 +32,9 @@ _SHAPE = (
     "moe",
     "quantization",
 )
+# What a profile's numbers can break in the arithmetic of a step model, and the longest step that is one.
+_BROKEN = (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError)
+MAX_STEP_S = 1e6
 NOT_PROFILES = {"gpus.json", "model_configs.json"}
 
 
@@ -59,10 +62,24 @@ class LoadedStepModel:
         beyond = self._domain.outside(shape)
         if beyond:
             self._note(beyond, 1)
-        return self.model.device_seconds(shape)
+        try:
+            seconds = self.model.device_seconds(shape)
+            if 0 <= seconds < MAX_STEP_S:
+                return seconds
+        except _BROKEN as error:
+            raise self._unusable(f"{type(error).__name__} {error}") from error
+        raise self._unusable(f"a step of {shape.num_tokens} tokens would take {seconds} s")
 
     def host_seconds(self, shape: StepShape) -> float:
-        return self.model.host_seconds(shape)
+        try:
+            seconds = self.model.host_seconds(shape)
+            if 0 <= seconds < MAX_STEP_S:
+                return seconds
+        except _BROKEN as error:
+            raise self._unusable(f"{type(error).__name__} {error}") from error
+        raise self._unusable(
+            f"the CPU's work for a step of {shape.num_tokens} tokens would take {seconds} s"
+        )
 
     def decode_run_seconds(self, shape: StepShape, steps: int) -> FloatArray:
         """See `RunStepModel`."""
@@ -79,6 +96,9 @@ class LoadedStepModel:
         if beyond:
             self._note(tuple(sorted(beyond)), 1)
         return lockstep_seconds(self.model, shapes)
+
+    def _unusable(self, why: str) -> UserError:
+        return UserError(f"profile {self.name}: its params can't be used: {why}")
 
     @property
     def label(self) -> str:

@@ -123,6 +123,34 @@ def test_a_constant_rate_is_told_in_json(replay: Call, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        (("params", "coefficients", "per_step_s"), "x"),
+        (("params", "coefficients", "per_step_s"), float("nan")),
+        (("params", "coefficients", "per_step_s"), 1e300),
+        (("params", "prior", "params", "bytes_per_s"), 0),
+        (("params", "prior", "params", "host_base_s"), -1),
+        (("params", "prior", "params", "weight_bytes"), [1]),
+        (("provenance", "assumptions"), True),
+        (("provenance", "tensor_parallel_size"), {}),
+    ],
+)
+def test_a_profile_of_nonsense_is_one_sentence(
+    replay: Call, tmp_path: Path, where: tuple[str, ...], value: object
+) -> None:
+    broken = json.loads(json.dumps(CONSTANT))
+    place = broken
+    for key in where[:-1]:
+        place = place[key]
+    place[where[-1]] = value
+    (tmp_path / "broken.json").write_text(json.dumps(broken))
+    code, out, err = replay(THREE, "--profile", tmp_path / "broken.json", "--out", tmp_path / "run")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: profile ") and err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["--burstiness", "0"], "burstiness=0.0 must be positive"),
