@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from vsim.commands.options import engine_options, read_options
+from vsim.commands.options import engine_options
+from vsim.commands.trace_options import read_options
 from vsim.errors import UserError
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from vsim.commands.options import read_options
+from vsim.commands.trace_options import read_options
 from vsim.errors import UserError
 
 ENGINE_FLAGS = (

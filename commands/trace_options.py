@@ -77,13 +77,25 @@ NAMES = (
 def trace_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the reading options to a command; they arrive as the dict `trace_flags`, fit for `read_trace`."""
 
+    return _with_flags(command, "trace_flags", NAMES)
+
+
+def read_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The same without --limit, which such a command has itself; they arrive as the dict `reading`."""
+    return _with_flags(command, "reading", tuple(name for name in NAMES if name != "limit"))
+
+
+def _with_flags(
+    command: Callable[..., Any], argument: str, names: tuple[str, ...]
+) -> Callable[..., Any]:
     @functools.wraps(command)
     def gathered(*args: Any, **values: Any) -> Any:
-        flags = {name: values.pop(name) for name in NAMES}
-        return command(*args, trace_flags=_resolved(flags), **values)
+        flags = {name: values.pop(name) for name in names}
+        return command(*args, **{argument: _resolved(flags)}, **values)
 
-    for declarations, attributes in reversed(_FLAGS):
-        gathered = click.option(*declarations, **attributes)(gathered)
+    for name, (declarations, attributes) in reversed(list(zip(NAMES, _FLAGS, strict=True))):
+        if name in names:
+            gathered = click.option(*declarations, **attributes)(gathered)
     return gathered
 
 

@@ -381,7 +381,7 @@ def render_explanation(found: Explanation) -> str:
         advice = (
             f"{which}: {dict(PARTS)[most]}. What is known to help: {KNOBS[most]}. Replay it to see."
         )
-        lines += ["", *textwrap.wrap(advice, 80)]
+        lines += ["", *textwrap.wrap(advice, 80, break_on_hyphens=False)]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 

@@ -181,7 +181,7 @@ def _row(label: str, value: str) -> str:
 
 
 def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent="    ")
+    return textwrap.wrap(text, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
 
 
 def _fixed(value: float | None, decimals: int = 2) -> str:
