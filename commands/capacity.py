@@ -55,6 +55,8 @@ def capacity(
     Every term says where it comes from: a formula, a flag, or an estimate of what vLLM measures on the device.
     A configuration that vLLM would refuse is refused in its words.
     """
+    if facts is not None and from_log is not None:
+        raise UserError("--from-log and --facts read different files: give one of them")
     if facts is not None:
         _facts(facts, as_json)
         return

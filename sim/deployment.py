@@ -389,4 +389,10 @@ def _offload(
         return None
     # Chunks are whole pages of host memory over all ranks.
     chunk = -(-capacity.bytes_per_block * ranks // 4096) * 4096
-    return KVOffload(cpu_blocks=int(size_gib * GIB) // chunk)
+    cpu_blocks = int(size_gib * GIB) // chunk
+    if not cpu_blocks:
+        flags.assumptions.append(
+            f"kv_offloading_size={size_gib:g} GiB is less than one KV block ({chunk} bytes over all ranks): the CPU"
+            " tier keeps nothing"
+        )
+    return KVOffload(cpu_blocks=cpu_blocks)

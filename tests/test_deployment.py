@@ -206,6 +206,12 @@ def test_offloading_counts_chunks_over_all_ranks() -> None:
     assert run.scheduler.kv_offload.cpu_blocks == 2048
 
 
+def test_a_cpu_tier_smaller_than_a_block_says_that_it_keeps_nothing() -> None:
+    run = llama(kv_offloading_size=0.001)
+    assert run.scheduler.kv_offload is not None and run.scheduler.kv_offload.cpu_blocks == 0
+    assert any("the CPU tier keeps nothing" in sentence for sentence in run.assumptions)
+
+
 @pytest.mark.parametrize(
     ("gpu", "kv_cache_dtype", "block"),
     [("h200", None, 16), ("h200", "fp8", 64), ("b200", None, 32), ("a100", None, 16)],

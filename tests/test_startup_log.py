@@ -319,6 +319,10 @@ def test_capacity_json_is_machine_readable() -> None:
         (("--from-log", str(DATA / "README.md"), "--gpu", "a100"), "no line about memory"),
         (("--from-log", str(DATA / "a100-0.31.0.log")), "needs --gpu"),
         (("--from-log", str(DATA / "metrics.txt"), "--gpu", "a100"), "needs --model"),
+        (
+            ("--from-log", str(DATA / "metrics.txt"), "--facts", str(DATA / "README.md")),
+            "give one of them",
+        ),
         (("--facts", str(DATA / "README.md")), "README.md:1: not valid JSON"),
     ],
 )
