@@ -4,3 +4,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+from hypothesis import settings  # noqa: E402
+
+# On a shared machine a slow example says nothing about the code.
+settings.register_profile("shared machine", deadline=None)
+settings.load_profile("shared machine")

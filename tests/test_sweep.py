@@ -66,12 +66,12 @@ def test_a_grid_is_every_combination_first_name_slowest() -> None:
 
 
 def test_every_flag_of_replay_can_vary() -> None:
-    from vsim.commands.options import _READING
     from vsim.commands.replay import replay
+    from vsim.commands.trace_options import NAMES as READING
 
     # How a trace is read, what is reported and where it goes are no what-ifs.
     same = {"trace", "metric_percentiles", "goodput", "out", "overwrite", "report", "as_json"}
-    same |= {names[-1].lstrip("-").replace("-", "_") for names, _ in _READING}
+    same |= set(READING) - {"limit"}
     flags = {parameter.name for parameter in replay.params} - same
     assert flags <= set(dimensions()), flags - set(dimensions())
     assert {"replicas", "route"} <= set(dimensions())
