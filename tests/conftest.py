@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from hypothesis import settings  # noqa: E402
+from hypothesis import settings
 
 # On a shared machine a slow example says nothing about the code.
 settings.register_profile("shared machine", deadline=None)
