@@ -76,12 +76,13 @@ def _rows_to_fit(samples: Samples) -> tuple[list[StepSample], list[str]]:
     else:
         # Other work only ever adds time, also to steps that kept their core: caches and memory are shared.
         rows = _fastest_repeats(everything)
+        how = (
+            "of each step the fastest repeat was fitted, which is near to what a quiet machine does"
+        )
         if len(rows) < MIN_SAMPLES:
             rows = everything
-        notes = [
-            f"{share:.0%} of the steps were disturbed by other processes: of each step the fastest repeat "
-            "was fitted, which is near to what a quiet machine does but less sure"
-        ]
+            how = "they were fitted all the same for want of repeats: expect this profile to be too slow"
+        notes = [f"{share:.0%} of the steps were disturbed by other processes: {how}"]
     if len(rows) < MIN_SAMPLES:
         raise UserError(
             f"{len(rows)} step samples are too few to fit (at least {MIN_SAMPLES}): measure longer"
