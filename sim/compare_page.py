@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +29,28 @@ def render_comparison(base: Side, other: Side, differences: Sequence[Difference]
             f"{one.label:<31}{_value(one.base):>11}{_value(one.other):>11}{_change(one.change):>9}"
             f"{_interval(one)}"
         )
+    warning = step_times_differ(base, other)
+    if warning is not None:
+        lines += ["", *textwrap.wrap(warning, 80, break_on_hyphens=False)]
     return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def step_times_differ(base: Side, other: Side) -> str | None:
+    """A warning where the two sides' step times come from different models; None: they do not."""
+    labels = [_step_times(side) for side in (base, other)]
+    if labels[0] == labels[1]:
+        return None
+    return (
+        f"Careful: step times are {labels[0]} in {plain(base.name)} and {labels[1]} in "
+        f"{plain(other.name)}. Part of the change is the models' disagreement."
+    )
+
+
+def _step_times(side: Side) -> str:
+    if side.run is None or side.run.origin == "measured":
+        return "a real engine's"
+    model = side.run.provenance.get("step_model", {})
+    return f"from '{plain(model.get('label') or model.get('name') or 'an unnamed model')}'"
 
 
 EXPLANATION = (
@@ -68,6 +90,7 @@ def comparison_data(base: Side, other: Side, differences: Sequence[Difference]) 
     return {
         "base": plain(base.name),
         "other": plain(other.name),
+        "warning": step_times_differ(base, other),
         "metrics": {
             one.key: {
                 "base": one.base,
@@ -89,7 +112,8 @@ def comparison_page(
     found = overlaid(runs)
     base = sides[0]
     tables = "".join(
-        f"<section><h2>{esc(other.name)} against {esc(base.name)}</h2>{_table(differences)}</section>"
+        f"<section><h2>{esc(other.name)} against {esc(base.name)}</h2>"
+        f"<p>{esc(step_times_differ(base, other) or '')}</p>{_table(differences)}</section>"
         for other, differences in comparisons
     )
     names = ", ".join(side.name for side in sides)

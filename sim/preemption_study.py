@@ -96,9 +96,11 @@ def study(
             gpu = dataclasses.replace(gpu, pcie_gb_s=pcie_gbps)
         if variant.policy != "recompute" and not gpu.pcie_gb_s:
             raise UserError(
-                f"policy {variant.policy} needs a host link, and {gpu.name}'s has"
-                f" {'no bandwidth' if gpu.pcie_gb_s == 0 else 'none on record'}:"
-                " give --pcie-gbps, or compare recompute alone"
+                f"pcie_gbps=0: over a link of no bandwidth no swap ever ends, and policy {variant.policy} swaps; "
+                "give a positive --pcie-gbps, or compare recompute alone"
+                if gpu.pcie_gb_s == 0
+                else f"policy {variant.policy} needs a host link, and {gpu.name} has none on record: "
+                "give --pcie-gbps, or compare recompute alone"
             )
         if not gpu.pcie_gb_s:
             gpu = dataclasses.replace(gpu, pcie_gb_s=None)

@@ -186,16 +186,42 @@ def replay(
             "trace": dataclasses.asdict(sent.source),
             "step_model": step_model.provenance,
         },
-        assumptions=(
-            *sent.assumptions,
-            *deployment.assumptions,
-            *step_model.assumptions,
-            *said,
-            *_unheard_priorities(sent, config),
-            *warnings_for(config),
-            *_borrowed_rules(config),
-        ),
+        assumptions=(*assumptions_of(sent, deployment, step_model), *said),
     )
+
+
+def assumptions_of(
+    trace: Trace, deployment: Deployment, step_model: LoadedStepModel
+) -> tuple[str, ...]:
+    """Sentences for the user, once the run is over: the trace's, the deployment's, the step model's."""
+    config = deployment.scheduler
+    return (
+        *trace.assumptions,
+        *deployment.assumptions,
+        *step_model.assumptions,
+        *_other_release(step_model, config),
+        *_free_stage_links(step_model, config),
+        *_unheard_priorities(trace, config),
+        *warnings_for(config),
+        *_borrowed_rules(config),
+    )
+
+
+def _other_release(step_model: LoadedStepModel, config: SchedulerConfig) -> list[str]:
+    """A profile of another vLLM release still describes the kernels, but not surely these kernels."""
+    measured = str(step_model.provenance.get("vllm_version") or "")
+    if not measured or measured.split(".")[:2] == config.engine_version.split(".")[:2]:
+        return []
+    return [
+        f"The profile was measured with vLLM {measured}; its step times are taken for "
+        f"{config.engine_version} as well."
+    ]
+
+
+def _free_stage_links(step_model: LoadedStepModel, config: SchedulerConfig) -> list[str]:
+    if config.pipeline_parallel_size == 1:
+        return []
+    return ["Passing activations between pipeline stages is taken to cost no time."]
 
 
 def _unheard_priorities(trace: Trace, config: SchedulerConfig) -> list[str]:

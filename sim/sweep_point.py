@@ -20,6 +20,7 @@ from vsim.sim.deployment import Deployment, resolve
 from vsim.sim.engine import HostLink
 from vsim.sim.replay import (
     Load,
+    assumptions_of,
     check_lengths,
     front_end,
     replay,
@@ -30,7 +31,6 @@ from vsim.sim.router import named_route
 from vsim.sim.run import Run
 from vsim.sim.summary import summarize
 from vsim.sim.sweep_space import Point
-from vsim.sim.traps_v0 import warnings_for
 from vsim.traces.trace import Trace
 
 DONE, REFUSED = "done", "refused"
@@ -120,11 +120,8 @@ def _replay_cluster(
         front_end=front_end(config.max_model_len, load.overlong),
     )
     assumptions = (
-        *sent.assumptions,
-        *deployment.assumptions,
-        *step_model.assumptions,
+        *assumptions_of(sent, deployment, step_model),
         *said,
-        *warnings_for(config),
         f"{replicas} replicas behind {route} routing; the router itself takes no time",
     )
     return dataclasses.replace(run, assumptions=assumptions)

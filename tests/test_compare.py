@@ -246,3 +246,18 @@ def test_another_file_is_refused_in_one_sentence(tmp_path: Path, text: str) -> N
 def test_lists_that_do_not_fit_are_refused(key: str, value: object) -> None:
     with pytest.raises(UserError):
         bench_run({**bench_result(), key: value}, "x.json")
+
+
+def test_runs_timed_by_different_models_are_compared_with_a_warning(tmp_path: Path) -> None:
+    import dataclasses
+
+    from vsim.sim.compare_page import step_times_differ
+
+    def timed_by(label: str) -> Side:
+        provenance = {"step_model": {"label": label}}
+        return side(dataclasses.replace(random_run(50), provenance=provenance), label)
+
+    tables, roofline = timed_by("layerwise kernel tables"), timed_by("roofline, not measured")
+    assert step_times_differ(tables, timed_by("layerwise kernel tables")) is None
+    warning = step_times_differ(tables, roofline)
+    assert warning is not None and "layerwise kernel tables" in warning and "roofline" in warning

@@ -197,3 +197,21 @@ def test_swapped_bytes_are_told_and_cross_the_link_in_their_time(replay: Call) -
     assert slow["duration"] - fast["duration"] == pytest.approx(slow["swapped_bytes"] / 1e3)
     recompute = run("--swap-above-tokens", 32)
     assert (recompute["swapped_bytes"], recompute["recomputed_tokens"]) == (0, 32)
+
+
+def test_a_replay_says_what_its_step_times_leave_out() -> None:
+    from vsim.sim.deployment import resolve
+    from vsim.sim.replay import assumptions_of, step_model_for
+    from vsim.traces.trace import Trace
+
+    trace = Trace.of([0.0], [10], [1])
+
+    def said(**flags: Any) -> str:
+        deployment = resolve("meta-llama/Llama-3.1-8B", "rtx4090", max_model_len=8192, **flags)
+        return " ".join(assumptions_of(trace, deployment, step_model_for(deployment)))
+
+    # The bundled profile was measured with vLLM 0.19.
+    assert "measured with vLLM 0.19" in said()
+    assert "measured with vLLM" not in said(engine_version="0.19.0")
+    assert "pipeline stages" not in said()
+    assert "pipeline stages" in said(pipeline_parallel_size=2)
