@@ -227,7 +227,7 @@ def test_quoted_fields_may_hold_the_separator(tmp_path: Path) -> None:
         'timestamp_ns,tenant,input_tokens,output_tokens\n0,"Smith, Jones",5,6\n"7",x,"8",9\n',
     )
     assert trace.prompt_tokens.tolist() == [5, 8]
-    assert trace.tenant_names == ("Smith  Jones", "x")
+    assert trace.tenant_names == ("Smith, Jones", "x")
 
 
 def test_epoch_milliseconds_are_not_taken_for_seconds(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +29,32 @@ def header_of(head: bytes) -> list[str]:
         return []
 
 
+# Stands for a delimiter inside quotes while a block is cut at the others.
+INNER_DELIMITER = "\x01"
+# A quoted field that runs on longer than this is an unbalanced quote.
+MAX_RECORD_BYTES = 64 << 20
+
+
+def whole_records(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """Blocks of whole lines as blocks of whole CSV records: no quoted line break falls between two blocks."""
+    held = b""
+    for part in blocks:
+        block = held + part if held else part
+        held = b""
+        if block.count(b'"') % 2 and block.endswith(b"\n"):
+            # The record that the last quote opened begins after the last line break outside quotes.
+            data = np.frombuffer(block, dtype=np.uint8)
+            outside = np.cumsum(data == ord('"'), dtype=np.int64) % 2 == 0
+            breaks = np.flatnonzero(outside & (data == 10))
+            cut = int(breaks[-1]) + 1 if len(breaks) else 0
+            if len(block) - cut <= MAX_RECORD_BYTES:
+                block, held = block[:cut], block[cut:]
+        if block:
+            yield block
+    if held:
+        yield held
+
+
 @dataclass(slots=True)
 class Fields:
     """Where each field of a block's well-formed rows begins and ends."""
@@ -36,11 +63,12 @@ class Fields:
     starts: Int64Array  # (rows, columns)
     ends: Int64Array
     lines: Int64Array  # line numbers
+    delimiter: str = ","
 
     def text(self, row: int, column: int) -> str:
         raw = self.data[self.starts[row, column] : self.ends[row, column]].tobytes()
         try:
-            return raw.decode("utf-8").strip()
+            return raw.decode("utf-8").replace(INNER_DELIMITER, self.delimiter).strip()
         except UnicodeDecodeError as error:
             raise RowError(
                 f"is not UTF-8 (byte 0x{raw[error.start]:02x}); convert the file, "
@@ -58,7 +86,7 @@ def split(
     """
     unfinished = not block.endswith(b"\n")
     if b'"' in block:
-        block = _unquote(block, line, report, delimiter)
+        block = _unquote(block, columns, line, report, delimiter)
     if unfinished:
         block += b"\n"
     data = np.frombuffer(block, dtype=np.uint8)
@@ -100,34 +128,66 @@ def split(
     begin, stop = starts[rows][:, None], ends[rows][:, None]
     if cut is not None and cut.size:
         begin, stop = np.hstack([begin, cut + 1]), np.hstack([cut, stop])
-    return Fields(data, begin, stop, lines[rows]), bad, next_line
+    return Fields(data, begin, stop, lines[rows], delimiter), bad, next_line
 
 
-def _unquote(block: bytes, line: int, report: Report, delimiter: str) -> bytes:
-    """A block with quoted fields as one without: separators inside quotes become spaces, quotes go."""
-    out = []
-    for offset, raw in enumerate(block.split(b"\n")):
-        if b'"' not in raw:
-            out.append(raw)
+def _unquote(block: bytes, columns: int, line: int, report: Report, delimiter: str) -> bytes:
+    """A block with quoted fields as one without, line for line.
+
+    Delimiters inside quotes become `INNER_DELIMITER`, line breaks spaces, quotes go. A record over several
+    lines stands on its first; empty lines follow, so that later line numbers stay right.
+    """
+    raw = block.split(b"\n")
+    out: list[bytes] = []
+    while len(out) < len(raw):
+        at = len(out)
+        if b'"' not in raw[at]:
+            out.append(raw[at])
             continue
-        text = raw.decode("utf-8", "surrogateescape").rstrip("\r")
-        try:
-            fields = next(csv.reader([text], strict=True, delimiter=delimiter))
-        except (csv.Error, StopIteration) as error:
-            report.bad_row(line + offset, f"has unbalanced quotes ({error})")
+        end = at + 1
+        if raw[at].count(b'"') % 2:  # a quoted line break: the record goes on to the closing quote
+            while end < len(raw) and raw[end].count(b'"') % 2 == 0:
+                end += 1
+            end = end + 1 if end < len(raw) else at + 1
+        fields = _record(raw[at:end], delimiter)
+        if end > at + 1 and (isinstance(fields, str) or len(fields) != columns):
+            end, fields = at + 1, _record(raw[at : at + 1], delimiter)  # only a stray quote
+        if (
+            isinstance(fields, str) and at == len(raw) - 1
+        ):  # no line end after it: the file stops here
+            report.oddity(
+                f"The file's last line ({line + at}) is cut off; it is left out.", line + at
+            )
+            report.dropped["truncated_tail"] += 1
+            out.append(b"")
+            continue
+        if isinstance(fields, str):
+            report.bad_row(line + at, f"has unbalanced quotes ({fields})")
             out.append(b"")
             continue
         cleaned = delimiter.join(
-            field.replace(delimiter, " ").replace("\n", " ").replace("\r", " ") for field in fields
+            field.replace(delimiter, INNER_DELIMITER).replace("\n", " ").replace("\r", " ")
+            for field in fields
         )
         out.append(cleaned.encode("utf-8", "surrogateescape"))
+        out.extend([b""] * (end - at - 1))
     return b"\n".join(out)
+
+
+def _record(lines: list[bytes], delimiter: str) -> list[str] | str:
+    """The fields of one record, or what is wrong with it."""
+    text = [raw.decode("utf-8", "surrogateescape").rstrip("\r") + "\n" for raw in lines]
+    text[-1] = text[-1][:-1]
+    try:
+        return next(csv.reader(text, strict=True, delimiter=delimiter))
+    except (csv.Error, StopIteration) as error:
+        return str(error)
 
 
 def arrow_columns(
     block: bytes, header: list[str], position: dict[str, int], skip: int, delimiter: str
-) -> tuple[Int64Array, dict[str, Int64Array]] | None:
-    """Times and numbers of a block of CSV with dates, by Arrow; None if any field is not plain."""
+) -> tuple[Int64Array, dict[str, Int64Array], bool] | None:
+    """Times, numbers and whether dates name a zone, of a block of CSV, by Arrow; None if a field is not plain."""
     if "timestamp" not in position:
         return None
     begin = block.index(b"\n") + 1 if skip else 0
@@ -160,4 +220,4 @@ def arrow_columns(
         if column.null_count:
             return None
         values[ours] = column.cast(pa.int64()).to_numpy()
-    return values.pop("timestamp"), values
+    return values.pop("timestamp"), values, zoned

@@ -17,7 +17,14 @@ from vsim.traces.clock import (
     number_to_ns,
     parse_number,
 )
-from vsim.traces.csv_blocks import Fields, arrow_columns, delimiter_of, header_of, split
+from vsim.traces.csv_blocks import (
+    Fields,
+    arrow_columns,
+    delimiter_of,
+    header_of,
+    split,
+    whole_records,
+)
 from vsim.traces.digits import Bools, datetimes, decimals, integers
 from vsim.traces.draft import MAX_TOKENS, Draft, choose_unit
 from vsim.traces.files import TraceFile
@@ -67,10 +74,12 @@ def read_csv(file: TraceFile, spec: CsvSpec, report: Report) -> Draft:
     for ours, theirs in spec.columns.items():
         if theirs not in header:
             report.fail(f"has no column {theirs!r}; its columns are {', '.join(header)[:300]}", 1)
+        if header.count(theirs) > 1:
+            report.fail(f"has more than one column {theirs!r}; rename all but the right one", 1)
         position[ours] = header.index(theirs)
     reader = _Reader(spec, position, header, report, delimiter_of(file.head))
     line = 1
-    for block in file.blocks():
+    for block in whole_records(file.blocks()):
         line = reader.take(block, line)
         if reader.full():
             break
@@ -97,6 +106,8 @@ class _Reader:
         self.rows = 0
         self.is_datetime: bool | None = None
         self.unit: str | None = None
+        self.dates_without_zone = [0, 0]  # rows, line of the first
+        self.dates = 0
         self.number_fields = [name for name in NUMBERS if name in position]
         self.text_fields = [name for name in TEXTS if name in position]
 
@@ -148,7 +159,7 @@ class _Reader:
         columns = arrow_columns(block, self.header, self.position, skip, self.delimiter)
         if columns is None:
             return None
-        times, numbers = columns
+        times, numbers, zoned = columns
         rows = len(times)
         if rows != block.count(b"\n") + (not block.endswith(b"\n")) - skip:
             return None
@@ -162,6 +173,10 @@ class _Reader:
             self.report.assume("The file's timestamps are dates: --time-unit is not used.")
         self.is_datetime = True
         self._note_lines(np.arange(line + skip, line + skip + rows))
+        self.dates += rows
+        if not zoned:  # Arrow takes a block only if all its dates have a zone, or none has
+            self.dates_without_zone[1] = self.dates_without_zone[1] or line + skip
+            self.dates_without_zone[0] += rows
         self.columns.times.append(times)
         for name, column in numbers.items():
             self.columns.numbers.setdefault(name, []).append(column)
@@ -227,6 +242,7 @@ class _Reader:
         starts, ends = fields.starts[:, column], fields.ends[:, column]
         if self.is_datetime:
             times, ok = datetimes(fields.data, starts, ends)
+            self._count_zones(fields, starts, ends)
         else:
             assert self.unit is not None
             times, ok = decimals(fields.data, starts, ends, UNIT_NS[self.unit])
@@ -242,6 +258,29 @@ class _Reader:
                 good[row] = False
                 self.report.bad_row(number, f"{self.header[column]}: {error}")
         return times
+
+    def _count_zones(self, fields: Fields, starts: Int64Array, ends: Int64Array) -> None:
+        """How many of these dates name no zone; a time of day is there from the 11th character on."""
+        last = fields.data[np.maximum(ends - 1, 0)]
+        named = (last == ord("Z")) | (last == ord("z")) | (last == ord("C")) | (last == ord("c"))
+        for back in (3, 5, 6):  # +02, +0200, +02:00
+            mark = fields.data[np.maximum(ends - back, 0)]
+            named |= (ends - starts > 10 + back) & ((mark == ord("+")) | (mark == ord("-")))
+        naive = np.flatnonzero(~named)
+        self.dates += len(named)
+        if len(naive):
+            self.dates_without_zone[1] = self.dates_without_zone[1] or int(fields.lines[naive[0]])
+            self.dates_without_zone[0] += len(naive)
+
+    def _say_zones(self) -> None:
+        """Some dates with a zone, some without: hours may lie between what looks alike."""
+        naive, line = self.dates_without_zone
+        if 0 < naive < self.dates:
+            self.report.oddity(
+                f"{naive} of {self.dates} timestamps name no time zone, the others do: "
+                f"those without are read as UTC (first at line {line}).",
+                line,
+            )
 
     def _decide_clock(self, fields: Fields, column: int) -> None:
         """Dates or numbers, and of what unit: settled once, on the first block."""
@@ -319,6 +358,7 @@ class _Reader:
 
     def draft(self) -> Draft:
         """The columns read so far as one Draft."""
+        self._say_zones()
 
         def joined(parts: list[Int64Array]) -> Int64Array:
             whole = np.concatenate(parts) if parts else np.empty(0, np.int64)
