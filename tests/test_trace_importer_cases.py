@@ -260,3 +260,39 @@ def test_some_rows_without_a_timestamp_are_errors(read) -> None:  # type: ignore
         read(rows)
     with pytest.raises(UserError, match="t:2: has a timestamp, unlike the rows before"):
         read(rows[::-1])
+
+
+def test_more_output_than_the_cap_allows_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"timestamp":0,"input_length":100,"max_tokens":5,"output_length":37}\n')
+    assert any(
+        "more output tokens than max_tokens" in said for said in read_trace(path).assumptions
+    )
+    with pytest.raises(UserError, match=r"t\.jsonl:1: more output tokens"):
+        read_trace(path, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (((1, -1), (2, 99)), "parent_chat_id names no earlier row"),
+        (((1, 2), (2, 1)), "parent_chat_id names no earlier row"),
+        (((1, -1), (1, -1), (2, 1)), "chat_id has occurred before"),
+        (((1, -1), (2, 1)), None),
+    ],
+)
+def test_missing_circular_and_doubled_parents_are_said(
+    tmp_path: Path, rows: tuple[tuple[int, int], ...], said: str | None
+) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(
+        "".join(
+            f'{{"chat_id":{chat},"parent_chat_id":{parent},"timestamp":{at}.5,"input_length":5,'
+            f'"output_length":2,"type":"text","turn":1,"hash_ids":[3]}}\n'
+            for at, (chat, parent) in enumerate(rows)
+        )
+    )
+    trace = read_trace(path)
+    assert len(trace) == len(rows)
+    found = [line for line in trace.assumptions if "chat_id" in line]
+    assert (len(found) == 1 and said in found[0]) if said else not found

@@ -158,6 +158,7 @@ def finish(draft: Draft, report: Report, source: TraceSource) -> Trace:
         order = np.argsort(times, kind="stable")
         times, rows = times[order], np.flatnonzero(keep)[order]
         whole_file = False
+    _check_caps(draft, keep, report)
     origin = int(times[0])
     times -= origin  # in place: the draft is used up here
 
@@ -222,6 +223,19 @@ def _handle_zero_output(draft: Draft, report: Report) -> npt.NDArray[np.bool_]:
     report.dropped["failed_in_trace"] += count
     report.assume(f"{rows} ({draft.zero_means}) are left out, counted as failed_in_trace.")
     return ~zero
+
+
+def _check_caps(draft: Draft, keep: npt.NDArray[np.bool_], report: Report) -> None:
+    """No engine generates more than the client's cap: a file that says so errs in one of the two."""
+    if draft.max_tokens is None:
+        return
+    above = keep & (draft.output > draft.max_tokens)
+    if above.any():
+        report.notice(
+            "more output tokens than max_tokens allows; replay stops at max_tokens",
+            draft.line(int(np.flatnonzero(above)[0])),
+            int(np.count_nonzero(above)),
+        )
 
 
 def _codes(

@@ -32,6 +32,9 @@ MOONCAKE = Dialect("Mooncake", "ms", 512)
 BAILIAN = Dialect("Bailian", "s", 16, session="chat_id")
 
 
+NO_PARENT = ("", "-1")  # what a Bailian conversation's first turn has as parent_chat_id
+
+
 def is_bailian(keys: set[str]) -> bool:
     return {"chat_id", "input_length"} <= keys or {"parent_chat_id", "input_length"} <= keys
 
@@ -152,6 +155,16 @@ def _link_turns(draft: Draft, turns: list[_Turn], unit: str, report: Report) -> 
     for row, turn in enumerate(turns):
         if turn.chat:
             parent = last.get(turn.parent)
+            if parent is None and turn.parent not in NO_PARENT:
+                report.notice(
+                    "parent_chat_id names no earlier row; the turn begins a conversation of its own",
+                    draft.line(row),
+                )
+            if turn.chat in last:
+                report.notice(
+                    "chat_id has occurred before; turns that name it follow the latest",
+                    draft.line(row),
+                )
             # Bailian: a chat's turns name their parent; the conversation is called after its root.
             names[row] = names[parent] if parent is not None else turn.chat
             last[turn.chat] = row
