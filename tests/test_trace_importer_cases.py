@@ -296,3 +296,21 @@ def test_missing_circular_and_doubled_parents_are_said(
     assert len(trace) == len(rows)
     found = [line for line in trace.assumptions if "chat_id" in line]
     assert (len(found) == 1 and said in found[0]) if said else not found
+
+
+def test_a_turn_with_both_timestamp_and_delay_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(
+        '{"session_id":"a","timestamp":0,"input_length":50,"output_length":5}\n'
+        '{"session_id":"a","timestamp":50,"delay":5,"input_length":60,"output_length":5}\n'
+    )
+    trace = read_trace(path)
+    assert trace.arrival_ns.tolist() == [0, 50_000_000]
+    assert any("both a timestamp and a delay" in said for said in trace.assumptions)
+
+
+def test_a_column_of_dates_is_never_taken_for_no_arrival_times(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("date,input_tokens,output_tokens\n01/02/2024 10:00:00,3,4\n")
+    with pytest.raises(UserError, match=r"t\.csv:2: date: '01/02/2024 10:00:00' is not a"):
+        read_trace(path)

@@ -74,6 +74,8 @@ def _read(file: TraceFile, report: Report, dialect: Dialect) -> Draft:
         except RowError as error:
             report.bad_row(line, str(error))
             continue
+        if row.get("delay") is not None and not turn.has_delay:
+            report.notice("both a timestamp and a delay; the timestamp is used", line)
         times.append(time)
         prompt.append(length)
         output.append(generated)

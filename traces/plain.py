@@ -40,6 +40,9 @@ ALIASES: dict[str, tuple[str, ...]] = {
         "arrival_ts",
         "time",
         "ts",
+        "datetime",
+        "date_time",
+        "date",
     ),
     "timestamp_ns": ("timestamp_ns", "arrival_ns", "arrival_time_ns"),
     "input_tokens": (
