@@ -314,3 +314,16 @@ def test_a_column_of_dates_is_never_taken_for_no_arrival_times(tmp_path: Path) -
     path.write_text("date,input_tokens,output_tokens\n01/02/2024 10:00:00,3,4\n")
     with pytest.raises(UserError, match=r"t\.csv:2: date: '01/02/2024 10:00:00' is not a"):
         read_trace(path)
+
+
+def test_json_dates_with_and_without_zone_in_one_file_are_announced(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    row = '{{"timestamp":"2024-05-10T00:00:00.{}","input_tokens":3,"output_tokens":3}}\n'
+    path.write_text(row.format("1+00:00") + row.format("2"))
+    trace = read_trace(path)
+    assert trace.arrival_ns.tolist() == [0, 100_000_000]
+    assert any("those without are read as UTC (first at line 2)" in a for a in trace.assumptions)
+    with pytest.raises(UserError, match=r"t\.jsonl:2: .*--strict"):
+        read_trace(path, strict=True)
+    path.write_text(row.format("1Z") + row.format("2+00:00"))
+    read_trace(path, strict=True)

@@ -87,3 +87,9 @@ def datetime_to_ns(text: str) -> int:
 
 def looks_like_datetime(text: str) -> bool:
     return _DATETIME.fullmatch(text.strip()) is not None
+
+
+def names_zone(text: str) -> bool:
+    """Does this date and time say its zone, so that reading it as UTC would be no guess?"""
+    match = _DATETIME.fullmatch(text.strip())
+    return match is not None and match.group(8) is not None

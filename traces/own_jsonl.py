@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from vsim.traces import jsonl
-from vsim.traces.clock import MAX_NS, TimeError, datetime_to_ns, looks_like_datetime
+from vsim.traces.clock import MAX_NS, TimeError, datetime_to_ns, looks_like_datetime, names_zone
 from vsim.traces.draft import MAX_TOKENS, Draft, choose_unit, times_from_numbers
 from vsim.traces.files import TraceFile
 from vsim.traces.options import Report, RowError
@@ -37,6 +37,7 @@ def read_jsonl(
     def of(ours: str) -> str:
         return names.get(ours, ours)
 
+    styles: dict[bool, int] = {}  # do dates name a zone -> first such line
     f_time, f_ns, f_in, f_out, f_max = (
         of(name)
         for name in ("timestamp", "timestamp_ns", "input_tokens", "output_tokens", "max_tokens")
@@ -97,6 +98,8 @@ def read_jsonl(
             cap = -1 if row.get(f_max) is None else check(jsonl.tokens, row, f_max, report, line)
             content = check(jsonl.ids, row, f_ids)
             check.done()
+            if time < 0 and not has_ns:  # a date
+                styles.setdefault(names_zone(row[f_time]), line)
             if "first_token" in row:
                 _check_skew(row, time, report, line)
             if has_ns and (not isinstance(time, int) or time > MAX_NS):
@@ -142,6 +145,12 @@ def read_jsonl(
         time_ns = np.asarray(times, dtype=np.int64)
     else:
         time_ns = _times(times, lines, unit, report, told="schema" in header)
+    if len(styles) == 2:
+        report.oddity(
+            f"Some timestamps name a time zone, others do not: those without are read as UTC "
+            f"(first at line {styles[False]}).",
+            styles[False],
+        )
     stated = header.get("hash_block_tokens")
     if stated is not None and report.options.hash_block_tokens is None:
         size = stated
