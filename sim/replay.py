@@ -12,10 +12,12 @@ from vsim import __version__
 from vsim.errors import UserError
 from vsim.models.load import LoadedStepModel, load_step_model
 from vsim.models.table_params import StepContext
+from vsim.sim.cluster import ReplicaSpec, simulate_cluster
 from vsim.sim.config import SchedulerConfig
 from vsim.sim.deployment import Deployment
-from vsim.sim.engine import HostLink, simulate
+from vsim.sim.engine import HostLink
 from vsim.sim.preemption import VICTIM_RULES
+from vsim.sim.router import named_route
 from vsim.sim.run import Run
 from vsim.sim.traps_v0 import warnings_for
 from vsim.sim.versions import assumed_rules
@@ -149,9 +151,12 @@ def replay(
     on_step: Callable[[int, int], None] | None = None,
     *,
     overlap_swaps: bool = False,
+    replicas: int = 1,
+    route: str = "round-robin",
 ) -> Run:
-    """Replay `trace` on one replica of `deployment`; everything that was assumed is in the run.
+    """Replay `trace` on `replicas` of `deployment`; everything that was assumed is in the run.
 
+    Several replicas stand behind `route` (router.ROUTES), each GPU with a host link of its own.
     `overlap_swaps`: V0's copies run beside the step that needs them, as vLLM 0.8.5 does not do.
     `on_step(now_ns, requests_ended)` is called after each step. Raises UserError for a load that makes no
     sense or, with `overlong="error"`, for the first request that is too long.
@@ -161,23 +166,27 @@ def replay(
         raise UserError(f"{trace.source.name}: no requests to replay")
     if deployment.data_parallel_size > 1:
         raise UserError(
-            f"data_parallel_size={deployment.data_parallel_size}: replay simulates one replica; give it its "
-            "share of the traffic (--limit, --request-rate)"
+            f"data_parallel_size={deployment.data_parallel_size} is not simulated: replay simulates one "
+            "replica; give it its share of the traffic (--limit, --request-rate), or vary replicas in a sweep"
         )
     if overlap_swaps and deployment.scheduler.engine != "v0":
         raise UserError("--overlap-swaps is for --engine v0: V1 never swaps")
     sent = load.apply(trace)
     config = deployment.scheduler
     said = check_lengths(sent, config.max_model_len, load.overlong)
-    run = simulate(
+    run = simulate_cluster(
         sent,
-        config,
-        step_model,
+        [
+            ReplicaSpec(config, step_model, _host_link(deployment, overlap_swaps))
+            for _ in range(replicas)
+        ],
+        named_route(route, load.seed),
         max_concurrency=load.max_concurrency,
         front_end=front_end(config.max_model_len, load.overlong),
-        host_link=_host_link(deployment, overlap_swaps),
         on_step=on_step,
     )
+    if replicas > 1:
+        said.append(f"{replicas} replicas behind {route} routing; the router itself takes no time")
     return dataclasses.replace(
         run,
         config=_config(deployment, load, sent, overlap_swaps),

@@ -15,19 +15,13 @@ from vsim import __version__
 from vsim.errors import UserError
 from vsim.models.load import LoadedStepModel, read_profile
 from vsim.models.model_spec import load_model
-from vsim.sim.cluster import ReplicaSpec, simulate_cluster
 from vsim.sim.deployment import Deployment, resolve
-from vsim.sim.engine import HostLink
 from vsim.sim.replay import (
     Load,
-    assumptions_of,
-    check_lengths,
-    front_end,
     replay,
     step_model_for,
     with_preemption,
 )
-from vsim.sim.router import named_route
 from vsim.sim.run import Run
 from vsim.sim.summary import summarize
 from vsim.sim.sweep_space import Point
@@ -82,49 +76,16 @@ def simulate_point(trace: Trace, point: Point) -> tuple[Run, Deployment, LoadedS
     beyond = {name: given.pop(name) for name in _PREEMPTION if name in given}
     deployment = with_preemption(resolve(model, gpu, **given), **beyond)  # type: ignore[arg-type]
     step_model = step_model_for(deployment, None if profile is None else str(profile))
-    if replicas == 1:
-        run = replay(trace, deployment, step_model, load, overlap_swaps=overlap)
-    else:
-        run = _replay_cluster(trace, deployment, step_model, load, replicas, route, overlap)
+    run = replay(
+        trace,
+        deployment,
+        step_model,
+        load,
+        overlap_swaps=overlap,
+        replicas=replicas,
+        route=route,
+    )
     return run, deployment, step_model
-
-
-def _replay_cluster(
-    trace: Trace,
-    deployment: Deployment,
-    step_model: LoadedStepModel,
-    load: Load,
-    replicas: int,
-    route: str,
-    overlap_swaps: bool,
-) -> Run:
-    if overlap_swaps and deployment.scheduler.engine != "v0":
-        raise UserError("--overlap-swaps is for --engine v0: V1 never swaps")
-    if deployment.data_parallel_size > 1:
-        raise UserError(
-            f"data_parallel_size={deployment.data_parallel_size} is not simulated; vary replicas instead"
-        )
-    sent = load.apply(trace)
-    config = deployment.scheduler
-    said = check_lengths(sent, config.max_model_len, load.overlong)
-    link = None
-    if deployment.gpu.pcie_gb_s is not None:
-        link = HostLink(
-            deployment.capacity.bytes_per_block, deployment.gpu.pcie_gb_s * 1e9, overlap_swaps
-        )
-    run = simulate_cluster(
-        sent,
-        [ReplicaSpec(config, step_model, link)] * replicas,
-        named_route(route, load.seed),
-        max_concurrency=load.max_concurrency,
-        front_end=front_end(config.max_model_len, load.overlong),
-    )
-    assumptions = (
-        *assumptions_of(sent, deployment, step_model),
-        *said,
-        f"{replicas} replicas behind {route} routing; the router itself takes no time",
-    )
-    return dataclasses.replace(run, assumptions=assumptions)
 
 
 def run_point(trace: Trace, point: Point, asked: Asked) -> dict[str, Any]:

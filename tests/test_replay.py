@@ -215,3 +215,35 @@ def test_a_replay_says_what_its_step_times_leave_out() -> None:
     assert "measured with vLLM" not in said(engine_version="0.19.0")
     assert "pipeline stages" not in said()
     assert "pipeline stages" in said(pipeline_parallel_size=2)
+
+
+def test_replicas_behind_round_robin_are_as_many_engines_with_links_of_their_own() -> None:
+    from vsim.sim.deployment import resolve
+    from vsim.sim.replay import replay, step_model_for, with_preemption
+    from vsim.traces.trace import Trace
+
+    deployment = with_preemption(
+        resolve(
+            "meta-llama/Llama-3.1-8B",
+            "a100",
+            engine="v0",
+            preemption_mode="swap",
+            max_model_len=1024,
+            num_gpu_blocks_override=70,
+        ),
+        pcie_gbps=0.01,  # so slow that sharing a link would show
+    )
+    rows = [(0.1 * i, 300 + 7 * i, 150) for i in range(12)]
+
+    def finishes(some: list[tuple[float, int, int]], replicas: int) -> tuple[list[int], int]:
+        trace = Trace.of(*zip(*some, strict=True))
+        run = replay(trace, deployment, step_model_for(deployment), replicas=replicas)
+        return run.requests["finish_ns"].tolist(), int(run.steps["swapped_blocks"].sum())
+
+    together, moved = finishes(rows, 2)
+    first = [(t - rows[k][0], p, o) for k in (0, 1) for t, p, o in rows[k::2]]
+    halves = [finishes(first[:6], 1)[0], finishes(first[6:], 1)[0]]
+    shift = round(rows[1][0] * 1e9)
+    assert moved > 0
+    assert together[0::2] == halves[0]
+    assert together[1::2] == [end + shift for end in halves[1]]
