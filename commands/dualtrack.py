@@ -51,6 +51,13 @@ from vsim.errors import UserError
     default=True,
     help="Leave out the search for the largest load (about ten more simulations).",
 )
+@click.option(
+    "--time-scale",
+    type=float,
+    default=0.5,
+    show_default=True,
+    help="The second replay: times between arrivals times this.",
+)
 @click.option("--overlong", type=click.Choice(["reject", "clip", "error"]), default="reject")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option(
@@ -69,6 +76,7 @@ def dualtrack(
     ttft_ms: float,
     tpot_ms: float,
     derating: bool,
+    time_scale: float,
     overlong: Any,
     seed: int,
     prices: Path | None,
@@ -121,6 +129,7 @@ def dualtrack(
             concurrency=levels,
             overlong=overlong,
             seed=seed,
+            time_scale=time_scale,
             targets=Targets(ttft_ms, tpot_ms) if derating else None,
             prices=price_list,
             on_run=on_run,

@@ -100,6 +100,20 @@ def _percentiles(_: Any, __: Any, text: str) -> tuple[float, ...]:
     "--max-concurrency", type=int, help="Closed loop: at most so many requests in flight."
 )
 @click.option(
+    "--replicas",
+    type=click.IntRange(1, 4096),
+    default=1,
+    show_default=True,
+    help="Engines of this kind behind one router.",
+)
+@click.option(
+    "--route",
+    default="round-robin",
+    show_default=True,
+    metavar="NAME",
+    help="Where requests go, with several replicas (docs/replay.md).",
+)
+@click.option(
     "--overlong",
     type=click.Choice(["reject", "clip", "error"]),
     default="reject",
@@ -119,6 +133,12 @@ def _percentiles(_: Any, __: Any, text: str) -> tuple[float, ...]:
     multiple=True,
     metavar="METRIC:MS",
     help="e.g. --goodput ttft:500 --goodput tpot:50",
+)
+@click.option(
+    "--prices",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help='Your prices, adds cost: {"currency": "EUR", "a100": …} (docs/sweep.md).',
 )
 @click.option(
     "--out",
@@ -144,24 +164,30 @@ def replay(
     request_rate: float | None,
     burstiness: float,
     max_concurrency: int | None,
+    replicas: int,
+    route: str,
     overlong: str,
     seed: int,
     metric_percentiles: tuple[float, ...],
     goodput: tuple[str, ...],
+    prices: Path | None,
     out: Path | None,
     overwrite: bool,
     report: bool,
     as_json: bool,
 ) -> None:
-    """Replay TRACE through a simulated vLLM replica: tails, KV cache, throughput.
+    """Replay TRACE through a simulated vLLM: tails, KV cache, throughput, GPU time and cost.
 
     TRACE is any known format, recognised by content (docs/traces.md). Flags are vLLM's; what is not given
     is resolved as vLLM 0.32 resolves it for this GPU and model, and the report says so.
     """
+    from vsim.sim.bill import bill
+    from vsim.sim.cost import read_prices
     from vsim.sim.deployment import resolve
     from vsim.sim.metrics import parse_goodput
     from vsim.sim.replay import Load, step_model_for, with_preemption
     from vsim.sim.replay import replay as simulate_trace
+    from vsim.sim.router import named_route
     from vsim.sim.run_io import check_target, write_run
     from vsim.sim.summary import summarize, summary_json
     from vsim.sim.table import render_table
@@ -171,6 +197,8 @@ def replay(
     if out is not None:
         check_target(out, overwrite)
     slo = parse_goodput(goodput)
+    named_route(route)
+    price_list = read_prices(prices) if prices is not None else None
     model, gpu = _needed(engine_flags, profile)
     flags = {name: value for name, value in engine_flags.items() if name not in ("model", "gpu")}
     deployment = with_preemption(
@@ -180,6 +208,8 @@ def replay(
         num_cpu_blocks=num_cpu_blocks,
         pcie_gbps=pcie_gbps,
     )
+    if price_list is not None:
+        price_list.of(deployment.gpu.name)
     step_model = step_model_for(deployment, profile)
     requests = read_trace(trace, limit=limit, **reading)
     load = Load(
@@ -194,17 +224,26 @@ def replay(
     progress = Progress(len(requests))
     try:
         run = simulate_trace(
-            requests, deployment, step_model, load, progress, overlap_swaps=overlap_swaps
+            requests,
+            deployment,
+            step_model,
+            load,
+            progress,
+            overlap_swaps=overlap_swaps,
+            replicas=replicas,
+            route=route,
         )
     finally:
         progress.done()
     summary = summarize(run, metric_percentiles, slo)
+    gpus = deployment.gpus_per_replica * replicas
+    summary |= bill(run, summary, price_list, deployment.gpu.name, gpus, replicas)
     if out is not None:
         write_run(run, out, summary, report=report, overwrite=overwrite)
     if as_json:
         click.echo(summary_json(summary), nl=False)
         return
-    for line in _heading(deployment, step_model, requests):
+    for line in _heading(deployment, step_model, requests, replicas, route):
         click.echo(plain(line))
     click.echo(render_table(summary))
     if run.ended_early:
@@ -235,10 +274,14 @@ def _needed(engine_flags: dict[str, Any], profile: str | None) -> tuple[str, str
     return str(model), str(gpu)
 
 
-def _heading(deployment: Any, step_model: Any, trace: Trace) -> tuple[str, str]:
+def _heading(
+    deployment: Any, step_model: Any, trace: Trace, replicas: int, route: str
+) -> tuple[str, str]:
     config = deployment.scheduler
+    several = "" if replicas == 1 else f"{replicas} replicas of "
+    routed = "" if replicas == 1 else f" behind {route}"
     return (
-        f"{deployment.model.name} on {deployment.gpus_per_replica} x {deployment.gpu.name}, "
+        f"{deployment.model.name} on {several}{deployment.gpus_per_replica} x {deployment.gpu.name}{routed}, "
         f"vLLM {config.engine_version} ({config.engine.upper()}): {len(trace):,} requests of {trace.source.name} "
         f"({trace.source.format}) over {trace.span_s:,.0f} s",
         f"Step time: {step_model.label}",

@@ -20,6 +20,7 @@ from vsim.traces.trace import Trace
 SCHEMA = "vsim/dualtrack/1"
 CONCURRENCY = (32, 64, 128)
 COMPRESSED = 0.5
+RULE_OF_THUMB = 0.65  # the guides: production capacity over offline throughput
 # How close the search for the knee comes: the load found and the next one that fails differ by this much.
 RESOLUTION = 1.05
 MAX_SPEED = 4096.0
@@ -85,6 +86,7 @@ def dual_track(
     concurrency: Sequence[int] = CONCURRENCY,
     overlong: Overlong = "reject",
     seed: int = 0,
+    time_scale: float = COMPRESSED,
     targets: Targets | None = Targets(),
     prices: Prices | None = None,
     on_run: OnRun | None = None,
@@ -93,15 +95,17 @@ def dual_track(
 
     Offline: all requests of `offline_trace` (default: the trace's own, without their sessions, as a
     benchmark sends prompts) at once, and at each fixed `concurrency`. Replay: the trace's own times, and
-    the same at half the gaps. With `targets` the largest load of this arrival pattern that still meets them
-    is searched by compressing or stretching time; the derating factor is its output throughput over the
-    offline one. Raises UserError for a load that makes no sense.
+    the same with its gaps times `time_scale`. With `targets` the largest load of this arrival pattern that
+    still meets them is searched by compressing or stretching time; the derating factor is its output throughput over the
+    offline one. Raises UserError for a load that makes no sense, and for a time scale of 1.
     """
     if len(set(concurrency)) != len(concurrency):
         raise UserError("--concurrency names a number twice")
     for level in concurrency:
         if level < 1:
             raise UserError(f"concurrency={level} must be at least 1")
+    if time_scale == 1:
+        raise UserError("--time-scale 1 compresses nothing: give another one, e.g. 0.5")
     benchmark = dataclasses.replace(
         trace if offline_trace is None else offline_trace, sessions=None
     )
@@ -148,8 +152,8 @@ def dual_track(
         track(f"offline, concurrency {level}", "offline", benchmark, closed)
     own = Load(overlong=overlong, seed=seed)
     replayed = track("replay", "replay", trace, own)
-    half = dataclasses.replace(own, time_scale=COMPRESSED)
-    compressed = track(f"replay, time scale {COMPRESSED:g}", "replay", trace, half)
+    half = dataclasses.replace(own, time_scale=time_scale)
+    compressed = track(f"replay, time scale {time_scale:g}", "replay", trace, half)
     derating = None
     if targets is not None:
         lightest = dataclasses.replace(at_once, max_concurrency=1)
@@ -162,7 +166,7 @@ def dual_track(
             if offline_trace is not None or trace.sessions is not None
             else all_at_once
         )
-        known = {1.0: replayed, 1 / COMPRESSED: compressed, math.inf: burst}
+        known = {1.0: replayed, 1 / time_scale: compressed, math.inf: burst}
         derating = _derating(trace, targets, paced, alone, known)
         for entry in tracks:
             if entry["kind"] == "offline":
@@ -184,7 +188,8 @@ def dual_track(
         ),
         "derating": derating,
         "time_compression": {
-            "time_scale": COMPRESSED,
+            "time_scale": time_scale,
+            "values": {key: [replayed[key], compressed[key]] for key in DISTORTED},
             "relative_change": {
                 key: None if (r := _ratio(compressed[key], replayed[key])) is None else r - 1
                 for key in DISTORTED
@@ -329,18 +334,37 @@ def _sentences(result: Mapping[str, Any]) -> list[str]:
                 f"Within {within} this trace can be played {derating['speed']:.3g} times as fast{upto}: "
                 f"{number(derating['output_throughput'], 0)} tok/s. Column derate: that over the offline figure."
             )
-    change = result["time_compression"]["relative_change"]
-    parts = [
-        f"{word} {change[key] * 100:+.0f} %"
-        for key, word in (
-            ("p95_ttft_ms", "TTFT p95"),
-            ("p99_ttft_ms", "TTFT p99"),
-            ("output_throughput", "tok/s"),
-            ("kv_fragmentation_mean", "fragmentation"),
-            ("preemptions", "preemptions"),
-        )
-        if change[key] is not None
+    factors = [
+        f"{entry['derating']:.2f} ({entry['name'].removeprefix('offline, ')})"
+        for entry in result["tracks"]
+        if entry.get("derating") is not None
     ]
-    scale = result["time_compression"]["time_scale"]
-    said.append(f"Compressing time (--time-scale {scale:g}) changes {', '.join(parts)}.")
+    if factors:
+        said.append(
+            f"Derating factor of this trace: {', '.join(factors)}. The rule of thumb says {RULE_OF_THUMB:g}."
+        )
+    said.append(_distortion(result["time_compression"]))
     return said
+
+
+def _distortion(compression: Mapping[str, Any]) -> str:
+    """What playing the trace faster (or slower) did to it, in words."""
+    parts = []
+    for key, word, form in (
+        ("median_ttft_ms", "median TTFT", "{:,.0f} -> {:,.0f} ms"),
+        ("p95_ttft_ms", "p95", "{:,.0f} -> {:,.0f} ms"),
+        ("p99_ttft_ms", "p99", "{:,.0f} -> {:,.0f} ms"),
+        ("p95_tpot_ms", "TPOT p95", "{:,.1f} -> {:,.1f} ms"),
+        ("output_throughput", "throughput", "{:,.0f} -> {:,.0f} tok/s"),
+        ("kv_fragmentation_mean", "fragmentation", "{:.1%} -> {:.1%}"),
+        ("preemptions", "preemptions", "{:,} -> {:,}"),
+    ):
+        before, after = compression["values"][key]
+        if before is None or after is None or before == after:
+            continue
+        change = compression["relative_change"][key]
+        share = "" if change is None else f" ({change * 100:+.0f} %)"
+        parts.append(f"{word} {form.format(before, after)}{share}")
+    scale = compression["time_scale"]
+    verb = "Compressing" if scale < 1 else "Stretching"
+    return f"{verb} time (--time-scale {scale:g}): {', '.join(parts) or 'nothing changes'}."

@@ -167,7 +167,7 @@ def replay(
     if deployment.data_parallel_size > 1:
         raise UserError(
             f"data_parallel_size={deployment.data_parallel_size} is not simulated: replay simulates one "
-            "replica; give it its share of the traffic (--limit, --request-rate), or vary replicas in a sweep"
+            "replica; --replicas simulates several independent ones behind a router"
         )
     if overlap_swaps and deployment.scheduler.engine != "v0":
         raise UserError("--overlap-swaps is for --engine v0: V1 never swaps")
@@ -189,7 +189,8 @@ def replay(
         said.append(f"{replicas} replicas behind {route} routing; the router itself takes no time")
     return dataclasses.replace(
         run,
-        config=_config(deployment, load, sent, overlap_swaps),
+        config=_config(deployment, load, sent, overlap_swaps)
+        | ({"replicas": replicas, "route": route} if replicas > 1 else {}),
         provenance={
             "vsim_version": __version__,
             "trace": dataclasses.asdict(sent.source),

@@ -261,6 +261,11 @@ def _over_time(run: Run, span_ns: int) -> dict[str, Any]:
 
 
 def num_replicas(run: Run) -> int:
-    """Replicas behind the run's steps: 1 unless there is a `replica` column."""
+    """Replicas behind the run's steps: 1 unless there is a `replica` column; idle ones count where told."""
     replica = run.steps.get("replica")
-    return 1 if replica is None or not len(replica) else len(np.unique(replica))
+    if replica is None:
+        return 1
+    told = run.config.get("replicas")
+    if isinstance(told, int) and told > 0:
+        return told
+    return len(np.unique(replica)) or 1

@@ -21,7 +21,7 @@ from typing import Any
 
 from vsim import __version__
 from vsim.errors import UserError
-from vsim.sim.cost import Prices, cost_of
+from vsim.sim.cost import COST_KEYS, Prices, cost_of
 from vsim.sim.sweep_journal import journal_path, open_journal
 from vsim.sim.sweep_point import DONE, Asked, point_key, run_point, trace_sha256
 from vsim.sim.sweep_space import Point, dimensions
@@ -275,6 +275,11 @@ def _table(
         ]
         columns[name] = pa.array(values, kinds[known[name]])
     columns["gpus"] = pa.array([row.get("gpus") for row in results], pa.int64())
+    hours = [
+        row["gpus"] * row["numbers"]["duration"] / 3600 if row["status"] == DONE else None
+        for row in results
+    ]
+    columns["gpu_hours"] = pa.array(hours, pa.float64())
     for name in numbers:
         if name not in columns:
             values = [number(row, name) for row in results]
@@ -289,13 +294,7 @@ def _table(
             for point, row in zip(points, results, strict=True)
         ]
         columns["currency"] = pa.array([prices.currency] * len(points), pa.string())
-        for name in (
-            "cost_per_hour",
-            "cost_per_month",
-            "cost_of_run",
-            "cost_per_million_output_tokens",
-            "cost_per_million_tokens",
-        ):
+        for name in COST_KEYS:
             columns[name] = pa.array([cost.get(name) for cost in costs], pa.float64())
     columns["step_time"] = pa.array([row.get("step_time") for row in results], pa.string())
     columns["ended_early"] = pa.array([row.get("ended_early") for row in results], pa.string())

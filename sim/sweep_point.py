@@ -98,9 +98,6 @@ def run_point(trace: Trace, point: Point, asked: Asked) -> dict[str, Any]:
         summary = summarize(run, asked.percentiles, asked.goodput)
     except UserError as error:
         return {"status": REFUSED, "reason": str(error)}
-    numbers = {name: value for name, value in summary.items() if name not in _NOT_NUMBERS}
-    for name, count in numbers.pop("status_counts").items():
-        numbers[f"requests_{name}"] = count
     return {
         "status": DONE,
         "reason": None,
@@ -108,8 +105,16 @@ def run_point(trace: Trace, point: Point, asked: Asked) -> dict[str, Any]:
         "step_time": step_model.label,
         "ended_early": run.ended_early,
         "assumptions": list(run.assumptions),
-        "numbers": numbers,
+        "numbers": numbers_of(summary),
     }
+
+
+def numbers_of(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """What a table keeps of a summary: its numbers, and the counts of outcomes as `requests_finished`, …"""
+    numbers = {name: value for name, value in summary.items() if name not in _NOT_NUMBERS}
+    for name, count in numbers.pop("status_counts").items():
+        numbers[f"requests_{name}"] = count
+    return numbers
 
 
 def trace_sha256(trace: Trace) -> str:

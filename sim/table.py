@@ -6,7 +6,9 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
+from vsim.sim.bill import bill_rows
 from vsim.sim.metrics import percentile_word
+from vsim.sim.replica_spread import spread_lines
 from vsim.sim.summary import interval
 from vsim.sim.text import number, percent, plain, short
 
@@ -34,6 +36,7 @@ def render_table(summary: Mapping[str, Any]) -> str:
     lines += _latency_table(summary)
     lines += _interval_table(summary)
     lines += _section("KV Cache and Scheduling", engine_rows(summary))
+    lines += bill_lines(summary)
     if summary["rejected_reasons"]:
         lines.append(_title("Rejected Requests", "-"))
         for reason, count in summary["rejected_reasons"].items():
@@ -151,6 +154,18 @@ def engine_rows(s: Mapping[str, Any]) -> list[tuple[str, str]]:
         *_swapped(s),
         ("Engine steps:", number(s["num_steps"])),
     ]
+
+
+def bill_lines(s: Mapping[str, Any]) -> list[str]:
+    """Replicas side by side, GPU time and cost, where the summary has them (`sim/bill.py`)."""
+    lines: list[str] = []
+    if s.get("per_replica"):
+        lines += [_title("Replicas (latencies in ms)", "-"), *spread_lines(s["per_replica"])]
+    if "gpu_hours" in s:
+        lines += _section("GPU Time and Cost" if "prices" in s else "GPU Time", bill_rows(s))
+    if "prices" in s:
+        lines += _wrapped(plain(s["prices"]))
+    return lines
 
 
 def _swapped(s: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -89,6 +89,10 @@ def test_the_parts_add_up_exactly(cents: int, gpus: int, duration_ns: int, token
         ("currency: [EUR\n", "YAML"),
         ("", "mapping"),
         ("currency: EUR\na100: {b: 1}\n", "a100"),
+        ("currency: EUR\na100: 1\nnetwork_per_gb: 1\n", "bytes_per_output_token"),
+        ("currency: EUR\na100: 1\nstorage_gb: 1\n", "give both"),
+        ("currency: EUR\na100: 1\nstorage_per_mont: 1\n", "storage_per_mont is not known"),
+        ("currency: EUR\na100: 1\nsource: [a, b]\n", "source must be text"),
         ("currency: EUR\na100: !!python/object/apply:os.getcwd []\n", "YAML"),
         ("currency: EUR\n1: 2\n", "text"),
         ("[" * 1500, "cannot be read"),
@@ -104,3 +108,18 @@ def test_a_gpu_without_a_price_is_never_guessed(tmp_path: Path) -> None:
     table = prices(tmp_path, "currency: EUR\na100: 1.8\n")
     with pytest.raises(UserError, match="no price for H100"):
         cost_of(table, "h100", 1, HOUR)
+
+
+def test_traffic_is_paid_by_the_gigabyte_of_the_tokens(tmp_path: Path) -> None:
+    text = "currency: EUR\na100: 1\nnetwork_per_gb: 2\nbytes_per_output_token: 1000\n"
+    cost = cost_of(prices(tmp_path, text), "a100", 1, HOUR)
+    # Half a gigabyte in the hour.
+    assert cost.of_run == 2 and cost.network_per_month == 730 and cost.per_hour == 2
+
+
+def test_storage_is_paid_by_the_gigabyte(tmp_path: Path) -> None:
+    text = (
+        "currency: EUR\na100: 1\nstorage_gb: 100\nstorage_per_gb_month: 0.1\nother_per_month: 3\n"
+    )
+    cost = cost_of(prices(tmp_path, text), "a100", 1, HOUR)
+    assert cost.storage_per_month == 10 and cost.per_month == 743
