@@ -10,7 +10,6 @@ from vsim.sim.replica_spread import per_replica
 from vsim.sim.run import Run
 from vsim.sim.text import number, plain, short
 
-
 # What a month's cost is made of.
 PARTS = ("GPUs", "storage", "network", "other")
 
