@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from vsim.errors import UserError
 from vsim.sim.run import (
@@ -27,6 +25,7 @@ from vsim.sim.run import (
     Run,
 )
 from vsim.sim.summary import summary_json
+from vsim.traces.arrow import to_arrow, to_numpy
 
 SCHEMA = "vsim/run/1"
 RUN_JSON = "run.json"
@@ -260,7 +259,10 @@ def _umask() -> int:
 
 
 def _write_columns(path: Path, columns: Mapping[str, Column]) -> None:
-    table = pa.table({name: pa.array(column) for name, column in columns.items()})
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.table({name: to_arrow(column) for name, column in columns.items()})
     # Fixed options: the bytes must not change with a library's defaults.
     pq.write_table(
         table,
@@ -280,9 +282,13 @@ def _read_columns(
     path: Path, needed: Mapping[str, str], optional: Mapping[str, str] | None = None
 ) -> dict[str, Column]:
     """Columns of a Parquet file: all of `needed`, in that order and dtype, then any others there are."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     optional = optional or {}
     try:
-        table = pq.read_table(path)
+        with path.open("rb") as file:
+            table = pq.ParquetFile(file).read()
     except FileNotFoundError:
         raise UserError(f"{path} is missing: the run folder is incomplete") from None
     except (OSError, pa.ArrowException) as error:
@@ -292,7 +298,7 @@ def _read_columns(
     for name in [*needed, *(n for n in table.column_names if n not in needed)]:
         if name not in table.column_names:
             raise UserError(f"{path}: column {name} is missing; this is not a {SCHEMA} file")
-        values = table.column(name).to_numpy()
+        values = to_numpy(table.column(name))
         wanted = needed.get(name) or optional.get(name)
         if values.dtype.kind not in "iu" and wanted is not None and len(values):
             raise UserError(f"{path}: column {name} holds {values.dtype}, expected {wanted}")

@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from vsim.errors import UserError
 from vsim.traces.options import printable
 
@@ -28,6 +26,8 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_repeats(text: str) -> None:
+    import yaml
+
     # safe_load would keep the last of two equal names and say nothing.
     node = yaml.compose(text, Loader=yaml.SafeLoader)
     if isinstance(node, yaml.MappingNode):
@@ -46,6 +46,8 @@ def read_mapping(path: str | Path, what: str) -> dict[str, Any]:
     `what` names it in errors ("price file"). Raises UserError if the file is missing, over 200 kB, not
     text, malformed, not a mapping from text to a value or a list of values, or names a key twice.
     """
+    import yaml  # only who has such a file waits for it
+
     file = Path(path)
     name = printable(str(path))
     try:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vsim.traces.arrow import to_numpy
 from vsim.traces.clock import looks_like_datetime
 from vsim.traces.digits import Bytes
 from vsim.traces.options import Report, RowError
@@ -219,5 +220,5 @@ def arrow_columns(
         column = table.column(names[at])
         if column.null_count:
             return None
-        values[ours] = column.cast(pa.int64()).to_numpy()
+        values[ours] = to_numpy(column.cast(pa.int64()))
     return values.pop("timestamp"), values, zoned

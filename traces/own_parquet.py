@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from vsim.traces.arrow import to_numpy
 from vsim.traces.clock import MAX_NS, UNIT_NS
 from vsim.traces.draft import MAX_TOKENS, Draft, choose_unit
 from vsim.traces.files import TraceFile
@@ -76,7 +77,7 @@ def read_parquet(file: TraceFile, report: Report, names: dict[str, str]) -> Draf
             column = column.cast(pa.timestamp("ns")).cast(pa.int64())
         if not pa.types.is_integer(column.type) and not pa.types.is_floating(column.type):
             report.fail(f"column {theirs} has type {column.type}, not numbers")
-        values = column.to_numpy()
+        values = to_numpy(column)
         if pa.types.is_floating(column.type):
             off = ~np.isfinite(values) | (values != np.round(values))
             if off.any():
@@ -172,13 +173,13 @@ def _seconds(column: Any, theirs: str, report: Report, mapped: bool) -> Int64Arr
     if column.null_count:
         report.fail(f"column {theirs} has {column.null_count} empty values")
     if pa.types.is_timestamp(column.type):
-        values = column.cast(pa.timestamp("ns")).cast(pa.int64()).to_numpy()
+        values = to_numpy(column.cast(pa.timestamp("ns")).cast(pa.int64()))
         if (values < 0).any() or (values > MAX_NS).any():
             report.fail(f"column {theirs} holds times before 1970 or beyond 2116")
         return np.ascontiguousarray(values).astype(np.int64)
     if not pa.types.is_integer(column.type) and not pa.types.is_floating(column.type):
         report.fail(f"column {theirs} has type {column.type}, not a time")
-    values = column.to_numpy()
+    values = to_numpy(column)
     if not np.isfinite(values).all() or (values < 0).any():
         row = int(np.flatnonzero(~np.isfinite(values) | (values < 0))[0])
         report.fail(f"row {row}: {theirs} is {values[row]}; times are finite and not negative")

@@ -13,6 +13,7 @@ from typing import IO, Any
 import numpy as np
 
 from vsim.errors import UserError
+from vsim.traces.arrow import to_arrow
 from vsim.traces.own_jsonl import SCHEMA
 from vsim.traces.own_parquet import META_KEY
 from vsim.traces.trace import Trace
@@ -149,27 +150,27 @@ def _write_parquet(trace: Trace, stream: IO[bytes]) -> None:
     import pyarrow.parquet as pq
 
     columns: dict[str, Any] = {
-        "timestamp_ns": trace.arrival_ns,
-        "input_tokens": trace.prompt_tokens,
-        "output_tokens": trace.output_tokens,
+        "timestamp_ns": to_arrow(trace.arrival_ns),
+        "input_tokens": to_arrow(trace.prompt_tokens),
+        "output_tokens": to_arrow(trace.output_tokens),
     }
     if trace.max_tokens is not None:
-        columns["max_tokens"] = trace.max_tokens
+        columns["max_tokens"] = to_arrow(trace.max_tokens)
     if trace.priority is not None:
-        columns["priority"] = trace.priority
+        columns["priority"] = to_arrow(trace.priority)
     if trace.tenant is not None and trace.tenant_names:
         columns["tenant"] = pa.array([trace.tenant_names[code] for code in trace.tenant.tolist()])
     if trace.session is not None:
         names = (*trace.session_names, None)  # code -1: none
         columns["session"] = pa.array([names[code] for code in trace.session.tolist()], pa.string())
     if trace.aborted is not None:
-        columns["aborted"] = trace.aborted
+        columns["aborted"] = to_arrow(trace.aborted)
     if trace.sessions is not None:
-        columns["after"] = trace.sessions.after
-        columns["think_ns"] = trace.sessions.think_ns
+        columns["after"] = to_arrow(trace.sessions.after)
+        columns["think_ns"] = to_arrow(trace.sessions.think_ns)
     if trace.prefix_offsets is not None and trace.prefix_ids is not None:
         columns["hash_ids"] = pa.LargeListArray.from_arrays(
-            trace.prefix_offsets.astype(np.int64), trace.prefix_ids
+            to_arrow(trace.prefix_offsets.astype(np.int64)), to_arrow(trace.prefix_ids)
         )
     table = pa.table(columns).replace_schema_metadata(
         {META_KEY: json.dumps(_describe(trace)).encode()}
