@@ -12,7 +12,8 @@ import numpy as np
 from vsim.errors import UserError
 from vsim.sim.cost import Prices, cost_of
 from vsim.sim.deployment import Deployment
-from vsim.sim.replay import Load, Overlong, replay, step_model_for
+from vsim.sim.front_end import Overlong
+from vsim.sim.replay import Load, replay, step_model_for
 from vsim.sim.summary import summarize
 from vsim.sim.text import number, percent, plain, short
 from vsim.traces.trace import Trace

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from vsim import __version__
 from vsim.errors import UserError
@@ -16,16 +16,14 @@ from vsim.sim.cluster import ReplicaSpec, simulate_cluster
 from vsim.sim.config import SchedulerConfig
 from vsim.sim.deployment import Deployment
 from vsim.sim.engine import HostLink
+from vsim.sim.front_end import FrontEnd, Overlong
 from vsim.sim.preemption import VICTIM_RULES
 from vsim.sim.router import named_route
 from vsim.sim.run import Run
 from vsim.sim.traps_v0 import warnings_for
 from vsim.sim.versions import assumed_rules
 from vsim.traces.arrivals import head, rerate, scale_time
-from vsim.traces.trace import Trace, TraceRequest
-
-Overlong = Literal["reject", "clip", "error"]
-TOO_LONG = "rejected_too_long"
+from vsim.traces.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,33 +65,13 @@ class Load:
         return trace
 
 
-def front_end(max_model_len: int, overlong: Overlong) -> Callable[[TraceRequest], str | None]:
-    """What the API server does with requests that cannot fit `max_model_len`: a reason, or None.
-
-    A prompt of `max_model_len` tokens or more is HTTP 400 in every release. Prompt plus requested output
-    beyond it was HTTP 400 too, until recent releases (0.32 renderers/params.py) began to cut the output
-    short: "clip" is that.
-    """
-
-    def refuse(request: TraceRequest) -> str | None:
-        wanted = request.output_tokens if request.max_tokens is None else request.max_tokens
-        if request.prompt_tokens >= max_model_len:
-            return TOO_LONG
-        if overlong == "reject" and request.prompt_tokens + wanted > max_model_len:
-            return TOO_LONG
-        return None
-
-    return refuse
-
-
 def check_lengths(trace: Trace, max_model_len: int, overlong: Overlong) -> list[str]:
     """Sentences about requests too long for `max_model_len`; with "error", UserError names the first."""
-    wanted = trace.output_tokens if trace.max_tokens is None else trace.max_tokens
-    prompt_too_long = trace.prompt_tokens >= max_model_len
-    sum_too_long = ~prompt_too_long & (trace.prompt_tokens + wanted > max_model_len)
+    prompt_too_long, sum_too_long = FrontEnd(max_model_len, overlong).too_long(trace)
     bad = prompt_too_long | sum_too_long
     if overlong == "error" and bad.any():
         row = int(bad.argmax())
+        wanted = trace.output_tokens if trace.max_tokens is None else trace.max_tokens
         raise UserError(
             f"request {row} wants {int(trace.prompt_tokens[row])} prompt + {int(wanted[row])} output tokens, "
             f"more than max_model_len={max_model_len}; raise --max-model-len or use --overlong reject"
@@ -182,7 +160,7 @@ def replay(
         ],
         named_route(route, load.seed),
         max_concurrency=load.max_concurrency,
-        front_end=front_end(config.max_model_len, load.overlong),
+        front_end=FrontEnd(config.max_model_len, load.overlong),
         on_step=on_step,
     )
     if replicas > 1:
