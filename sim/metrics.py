@@ -13,10 +13,13 @@ from vsim.sim.run import FINISHED, Run
 
 Int64Array = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
+Rows = npt.NDArray[np.bool_] | slice
 
 NS_PER_MS = 1e6
 NS_PER_S = 1_000_000_000
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
+_MANY_SECONDS = 10_000_000  # four months: from here on only the seconds that occur are counted
+_CHUNK = 1 << 20  # steps or tokens at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,28 +43,58 @@ class Latencies:
 
 def latencies(run: Run, mask: npt.NDArray[np.bool_] | None = None) -> Latencies:
     """The latencies of the finished requests of `run`, of those in `mask` (shape (n,)) if one is given."""
-    columns = run.requests
-    done = columns["status"] == FINISHED
-    if mask is not None:
-        done &= mask
-    sent = columns["sent_ns"][done]
-    first = columns["first_token_ns"][done]
-    finish = columns["finish_ns"][done]
-    output = columns["output_tokens"][done]
-    scheduled = columns["first_scheduled_ns"][done]
-    # The client's latency includes the first token; a request of one token has no gap to average.
-    several = output > 1
-    all_tpot = np.zeros(len(sent))
-    np.divide(finish - first, output - 1, out=all_tpot, where=several)
+    done = finished(run, mask)
+    all_tpot = tpot_ns(run, done)
+    several = run.requests["output_tokens"][done] > 1
     return Latencies(
-        ttft_ns=first - sent,
+        ttft_ns=ttft_ns(run, done),
         tpot_ns=all_tpot[several],
         all_tpot_ns=all_tpot,
-        e2el_ns=finish - sent,
-        # A measured run may not know when the scheduler first took the request: leave those out.
-        queue_ns=(scheduled - sent)[scheduled >= 0],
-        client_queue_ns=sent - columns["arrival_ns"][done],
+        e2el_ns=e2el_ns(run, done),
+        queue_ns=queue_ns(run, done),
+        client_queue_ns=client_queue_ns(run, done),
     )
+
+
+def finished(run: Run, mask: npt.NDArray[np.bool_] | None = None) -> Rows:
+    """Which requests count: the finished ones, of those in `mask` (shape (n,)) if one is given."""
+    done = run.requests["status"] == FINISHED
+    if mask is not None:
+        done &= mask
+    return slice(None) if done.all() else done  # all of them: views instead of copies
+
+
+def ttft_ns(run: Run, done: Rows) -> Int64Array:
+    """`Latencies.ttft_ns` of the rows `done`; one column at a time is all that a long run has room for."""
+    return run.requests["first_token_ns"][done] - run.requests["sent_ns"][done]
+
+
+def tpot_ns(run: Run, done: Rows) -> FloatArray:
+    """`Latencies.all_tpot_ns` of the rows `done`: 0 for a request of one token, which has no gap to average."""
+    columns = run.requests
+    output = columns["output_tokens"][done]
+    tpot = np.zeros(len(output))
+    span = columns["finish_ns"][done] - columns["first_token_ns"][done]
+    np.divide(span, output - 1, out=tpot, where=output > 1)
+    return tpot
+
+
+def e2el_ns(run: Run, done: Rows) -> Int64Array:
+    """`Latencies.e2el_ns` of the rows `done`."""
+    return run.requests["finish_ns"][done] - run.requests["sent_ns"][done]
+
+
+def queue_ns(run: Run, done: Rows) -> Int64Array:
+    """`Latencies.queue_ns` of the rows `done`."""
+    scheduled = run.requests["first_scheduled_ns"][done]
+    # A measured run may not know when the scheduler first took the request: leave those out.
+    known = scheduled >= 0
+    return (scheduled - run.requests["sent_ns"][done])[slice(None) if known.all() else known]
+
+
+def client_queue_ns(run: Run, done: Rows) -> Int64Array:
+    """`Latencies.client_queue_ns` of the rows `done`."""
+    return run.requests["sent_ns"][done] - run.requests["arrival_ns"][done]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +130,16 @@ def stats(values_ns: npt.NDArray[np.generic], percentiles: Sequence[float]) -> S
     """Statistics of `values_ns`, shape (k,); all None for k = 0. `np.percentile`, linear."""
     if len(values_ns) == 0:
         return _nothing(percentiles)
-    values = np.asarray(values_ns, dtype=float) / NS_PER_MS
-    asked = np.percentile(values, [50.0, *percentiles])
+    values = np.divide(values_ns, NS_PER_MS, dtype=float)
+    mean, std, largest = float(values.mean()), float(values.std()), float(values.max())
+    # Last, as it may then sort in place: a copy of ten million values is 80 MB.
+    asked = np.percentile(values, [50.0, *percentiles], overwrite_input=True)
     return Stats(
         count=len(values),
-        mean_ms=float(values.mean()),
+        mean_ms=mean,
         median_ms=float(asked[0]),
-        std_ms=float(values.std()),
-        max_ms=float(values.max()),
+        std_ms=std,
+        max_ms=largest,
         percentiles=tuple(
             (p, float(value)) for p, value in zip(percentiles, asked[1:], strict=True)
         ),
@@ -225,14 +260,20 @@ def max_concurrent_requests(run: Run) -> int:
     Whole-second buckets from the first send of a finished request. A request counts in every bucket it
     touches, so the peak can exceed `--max-concurrency` (vLLM 0.32 benchmarks/serve.py).
     """
-    columns = run.requests
-    done = columns["status"] == FINISHED
-    if not done.any():
+    columns, done = run.requests, finished(run)
+    start, end = columns["sent_ns"][done], columns["finish_ns"][done]
+    if not len(start):
         return 0
-    origin = int(columns["sent_ns"][done].min())
-    start = (columns["sent_ns"][done] - origin) // NS_PER_S
-    end = (columns["finish_ns"][done] - origin) // NS_PER_S
-    return int(_busiest(np.concatenate([start, end + 1]), np.repeat([1.0, -1.0], len(start)), True))
+    origin = int(start.min())
+    start, end = (start - origin) // NS_PER_S, (end - origin) // NS_PER_S
+    if int(end.max()) < _MANY_SECONDS and int(start.max()) < _MANY_SECONDS:
+        change = np.bincount(start, minlength=int(end.max()) + 2)
+        change[: int(end.max()) + 2] -= np.bincount(end + 1)
+        return int(np.cumsum(change).max())
+    # Only the seconds that occur.
+    _, second = np.unique(np.concatenate([start, end + 1]), return_inverse=True)
+    weight = np.repeat([1.0, -1.0], len(start))
+    return int(np.cumsum(np.bincount(second, weights=weight)).max())
 
 
 def max_output_tokens_per_s(run: Run) -> float:
@@ -252,11 +293,10 @@ def max_output_tokens_per_s(run: Run) -> float:
     steps = run.steps
     if len(steps.get("end_ns", ())):
         if "emitted" in steps:
-            when, how_many = [steps["end_ns"]], [steps["emitted"]]
-        else:
-            first = columns["first_token_ns"][columns["first_token_ns"] >= 0]
-            when = [steps["end_ns"], first]
-            how_many = [steps["decodes"], np.ones(len(first))]
+            return _busiest([steps["end_ns"]], [steps["emitted"]], origin)
+        first = columns["first_token_ns"][columns["first_token_ns"] >= 0]
+        when = [steps["end_ns"], first]
+        how_many = [steps["decodes"], np.ones(len(first))]
     else:
         output = columns["output_tokens"][done]
         first = columns["first_token_ns"][done]
@@ -265,20 +305,29 @@ def max_output_tokens_per_s(run: Run) -> float:
         nth = np.arange(len(row)) - np.repeat(np.cumsum(output) - output, output)
         when = [first[row] + (columns["finish_ns"][done] - first)[row] * nth // gaps[row]]
         how_many = [np.ones(len(row))]
-    second = (np.concatenate(when) - origin) // NS_PER_S
-    weight = np.concatenate(how_many).astype(float)
-    inside = second >= 0
-    if not inside.any():
-        return 0.0
-    return _busiest(second[inside], weight[inside], False)
+    return _busiest(when, how_many, origin)
 
 
-def _busiest(second: Int64Array, weight: FloatArray, running_sum: bool) -> float:
-    """The largest sum of weights in one second, or the largest running sum over the seconds."""
-    if int(second.max()) > 10_000_000:  # four months: count only the seconds that occur
-        _, second = np.unique(second, return_inverse=True)
-    totals = np.bincount(second, weights=weight)
-    return float(np.cumsum(totals).max() if running_sum else totals.max())
+def _busiest(
+    when_ns: Sequence[Int64Array], weights: Sequence[npt.NDArray[np.generic]], origin_ns: int
+) -> float:
+    """The largest sum of weights in one whole second from `origin_ns` on; pairs of arrays of equal shapes."""
+    last = max(int(when.max(initial=origin_ns)) for when in when_ns)
+    seconds = (last - origin_ns) // NS_PER_S + 1
+    if seconds > _MANY_SECONDS:
+        second = (np.concatenate(when_ns) - origin_ns) // NS_PER_S
+        weight = np.concatenate(weights).astype(float)
+        inside = second >= 0
+        _, second = np.unique(second[inside], return_inverse=True)  # only the seconds that occur
+        return float(np.bincount(second, weights=weight[inside]).max(initial=0.0))
+    totals = np.zeros(seconds)
+    for when, weight in zip(when_ns, weights, strict=True):
+        for low in range(0, len(when), _CHUNK):
+            second = (when[low : low + _CHUNK] - origin_ns) // NS_PER_S
+            inside = second >= 0
+            part = np.bincount(second[inside], weights=weight[low : low + _CHUNK][inside])
+            totals[: len(part)] += part
+    return float(totals.max())
 
 
 def token_times_known(run: Run) -> bool:

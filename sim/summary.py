@@ -11,6 +11,7 @@ import numpy as np
 from vsim.errors import UserError
 from vsim.sim import metrics, timeline
 from vsim.sim.run import FINISHED, REJECTED, STATUS_NAMES, Run
+from vsim.sim.state_totals import StateTotal, in_one_pass, state_totals
 
 SCHEMA = "vsim/summary/1"
 DEFAULT_PERCENTILES = (50.0, 90.0, 95.0, 99.0)
@@ -30,14 +31,14 @@ def summarize(
     asked = _checked_percentiles(percentiles)
     slo = dict(goodput or {})
     metrics.check_goodput(slo)
-    latency = metrics.latencies(run)
+    done = metrics.finished(run)
     status = run.requests["status"]
-    done = status == FINISHED
     span_ns = metrics.duration_ns(run) if run.num_requests else 0
     span_s = span_ns / 1e9
     input_tokens = int(run.requests["prompt_tokens"][done].sum())
     output_tokens = int(run.requests["output_tokens"][done].sum())
-    completed = int(done.sum())
+    completed = int((status == FINISHED).sum())
+    good = metrics.good_requests(metrics.latencies(run), slo) if slo else 0
 
     def per_second(amount: float) -> float | None:
         return amount / span_s if span_s > 0 else None
@@ -61,17 +62,18 @@ def summarize(
         "total_input_tokens": input_tokens,
         "total_output_tokens": output_tokens,
         "request_throughput": per_second(completed),
-        "request_goodput": per_second(metrics.good_requests(latency, slo)) if slo else None,
+        "request_goodput": per_second(good) if slo else None,
         "output_throughput": per_second(output_tokens),
         "total_token_throughput": per_second(input_tokens + output_tokens),
         "max_output_tokens_per_s": metrics.max_output_tokens_per_s(run),
         "max_concurrent_requests": metrics.max_concurrent_requests(run),
         "rtfx": 0.0,
-        **metrics.stats(latency.ttft_ns, asked).flat("ttft"),
-        **metrics.stats(latency.tpot_ns, asked).flat("tpot"),
+        # One latency at a time: each is a column as long as the run.
+        **metrics.stats(metrics.ttft_ns(run, done), asked).flat("ttft"),
+        **metrics.stats(_tpot(run, done), asked).flat("tpot"),
         **metrics.weighted_stats(run.itl_ns, run.itl_count, asked).flat("itl"),
-        **metrics.stats(latency.e2el_ns, asked).flat("e2el"),
-        **metrics.stats(latency.queue_ns, asked).flat("queue_time"),
+        **metrics.stats(metrics.e2el_ns(run, done), asked).flat("e2el"),
+        **metrics.stats(metrics.queue_ns(run, done), asked).flat("queue_time"),
         # vsim's own
         "schema": SCHEMA,
         "origin": run.origin,
@@ -79,11 +81,7 @@ def summarize(
         "assumptions": list(run.assumptions),
         "percentiles": list(asked),
         "goodput_slo_ms": slo or None,
-        "goodput_fraction": (
-            metrics.good_requests(latency, slo) / run.num_requests
-            if slo and run.num_requests
-            else None
-        ),
+        "goodput_fraction": (good / run.num_requests if slo and run.num_requests else None),
         "status_counts": {
             name: int((status == code).sum()) for code, name in enumerate(STATUS_NAMES)
         },
@@ -98,11 +96,19 @@ def summarize(
         **_prefix_cache(run),
         **_over_time(run, span_ns),
     }
-    if summary["max_concurrency"] is not None or bool((latency.client_queue_ns > 0).any()):
-        summary |= metrics.stats(latency.client_queue_ns, asked).flat("client_queue_time")
-        whole = latency.e2el_ns + latency.client_queue_ns
+    client_queue = metrics.client_queue_ns(run, done)
+    if summary["max_concurrency"] is not None or bool((client_queue > 0).any()):
+        summary |= metrics.stats(client_queue, asked).flat("client_queue_time")
+        whole = metrics.e2el_ns(run, done) + client_queue
         summary |= metrics.stats(whole, asked).flat("e2el_including_client_queue")
     return summary
+
+
+def _tpot(run: Run, done: metrics.Rows) -> metrics.FloatArray:
+    """TPOT of the requests that have one: those of several tokens."""
+    tpot = metrics.tpot_ns(run, done)
+    several = run.requests["output_tokens"][done] > 1
+    return tpot if several.all() else tpot[several]
 
 
 def with_intervals(
@@ -226,17 +232,14 @@ def _over_time(run: Run, span_ns: int) -> dict[str, Any]:
         return dict.fromkeys(names)
     start = int(run.requests["arrival_ns"].min())
     end = start + span_ns
-    clock = timeline.StepClock(run)
-    blocks = clock.state(steps["kv_blocks_used"])
-    slots = steps["kv_blocks_used"].astype(np.int64) * run.block_size
-    wasted = clock.state(slots - steps["kv_tokens_used"])
-    running = clock.state(steps["running"])
-    waiting = clock.state(steps["waiting"])
+    if in_one_pass(run):
+        state, largest_share = state_totals(run, start, end)
+    else:
+        state, largest_share = _summed(run, start, end)
     usable = run.num_gpu_blocks * num_replicas(run)
-    blocks_mean = blocks.mean(start, end) or 0.0
-    wasted_mean = wasted.mean(start, end)
-    share = wasted.value / np.maximum(blocks.value * run.block_size, 1)
-    peak = float(blocks.value.max())
+    blocks_mean = state["blocks"].mean or 0.0
+    wasted_mean = state["wasted"].mean
+    peak = state["blocks"].peak
     held = blocks_mean * run.block_size
     return dict(
         zip(
@@ -247,17 +250,34 @@ def _over_time(run: Run, span_ns: int) -> dict[str, Any]:
                 int(peak),
                 # Slots x seconds wasted of slots x seconds allocated: idle time doesn't dilute it.
                 wasted_mean / held if held > 0 and wasted_mean is not None else None,
-                float(share.max()) if held > 0 else None,
+                largest_share if held > 0 else None,
                 wasted_mean,
-                int(wasted.value.max()),
-                running.mean(start, end),
-                int(running.value.max()),
-                waiting.mean(start, end),
-                int(waiting.value.max()),
+                int(state["wasted"].peak),
+                state["running"].mean,
+                int(state["running"].peak),
+                state["waiting"].mean,
+                int(state["waiting"].peak),
             ),
             strict=True,
         )
     )
+
+
+def _summed(run: Run, start: int, end: int) -> tuple[Mapping[str, StateTotal], float]:
+    """`state_totals` of several replicas: their states added up at every moment."""
+    steps, clock = run.steps, timeline.StepClock(run)
+    slots = steps["kv_blocks_used"].astype(np.int64) * run.block_size
+    states = {
+        "blocks": clock.state(steps["kv_blocks_used"]),
+        "wasted": clock.state(slots - steps["kv_tokens_used"]),
+        "running": clock.state(steps["running"]),
+        "waiting": clock.state(steps["waiting"]),
+    }
+    totals = {name: StateTotal(start, end) for name in states}
+    for name, state in states.items():
+        totals[name].add(state.at_ns, state.value)
+    wasted, blocks = states["wasted"].value, states["blocks"].value
+    return totals, float((wasted / np.maximum(blocks * run.block_size, 1)).max())
 
 
 def num_replicas(run: Run) -> int:

@@ -11,6 +11,7 @@ from vsim.sim.run import Run
 
 Int64Array = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
+_CHUNK = 1 << 18  # steps at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class StepClock:
             if which is not None:
                 mine = np.flatnonzero(replica == which)
             start, end = steps["start_ns"][mine], steps["end_ns"][mine]
-            idle_from = end[_idle_after(run, start, end, which)]
+            idle_from = end[idle_after(run, start, end, which)]
             at = np.concatenate([start, idle_from])
             # Where a step starts at the very instant the last one ended, the new state wins.
             idle = np.concatenate([np.ones(len(start), np.int8), np.zeros(len(idle_from), np.int8)])
@@ -115,7 +116,7 @@ def _sum(parts: list[StepFunction]) -> StepFunction:
     return StepFunction(times, np.cumsum(np.bincount(place, weights=changes)).astype(float))
 
 
-def _idle_after(
+def idle_after(
     run: Run, start: Int64Array, end: Int64Array, replica: int | None
 ) -> npt.NDArray[np.bool_]:
     """Is nobody in flight from this step's end until the next step starts? Shape (steps,)."""
@@ -126,10 +127,12 @@ def _idle_after(
     sent, ended = np.sort(sent[sent >= 0]), np.sort(ended[ended >= 0])
     idle = np.append(start[1:] > end[:-1], True)
     at = np.flatnonzero(idle)
-    in_flight = np.searchsorted(sent, end[at], side="right") - np.searchsorted(
-        ended, end[at], side="right"
-    )
-    idle[at] = in_flight <= 0
+    for low in range(0, len(at), _CHUNK):  # in pieces: light load asks this of every step
+        some = at[low : low + _CHUNK]
+        moment = end[some]
+        idle[some] = np.searchsorted(sent, moment, side="right") <= np.searchsorted(
+            ended, moment, side="right"
+        )
     idle[-1] = True  # whatever is left never runs again
     return idle
 
