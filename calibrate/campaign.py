@@ -234,7 +234,7 @@ def _session(
             kv_cache_gib=plan.kv_cache_gib,
             flags=plan.engine_flags,
         )
-        started = worker.start(args, plan.temperature)
+        started = worker.start(args, plan.temperature, yardstick(plan, earlier))
         about = session_about(
             worker.hello, started, config, args, plan.threads, plan.temperature, load
         )
@@ -279,6 +279,20 @@ def _session(
     return start_s
 
 
+def yardstick(plan: Plan, earlier: Samples) -> dict[str, int | None] | None:
+    """Whether durations are brought to the undisturbed machine's speed, and by which reference.
+
+    One thread on the CPU only: a GPU is nobody else's, and several threads wait for the slowest core.
+    Sessions of one file share the reference; a file without one goes on without.
+    """
+    if plan.gpu.platform != "cpu" or plan.threads > 1:
+        return None
+    if earlier.sessions:
+        reference = next(iter(earlier.sessions.values())).get("yardstick_ns")
+        return None if reference is None else {"reference_ns": reference}
+    return {"reference_ns": None}
+
+
 def model_in_process(plan: Plan) -> bool:
     """Is the model in the worker's own process, where its modules can be called?"""
     return plan.tensor_parallel_size == 1
@@ -319,6 +333,7 @@ def provenance(
         "enforce_eager": last["enforce_eager"],
         "async_scheduling": last["async_scheduling"],
         "temperature": last["temperature"],
+        "yardstick_ns": last.get("yardstick_ns"),
         "engine_args": last["engine_args"],
         "measured_at": last["date"],
         "repeats": plan.repeats,

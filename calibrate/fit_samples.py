@@ -54,6 +54,7 @@ def fit_samples(samples: Samples, provenance: dict[str, Any]) -> Calibration:
             "held_out": len(held_out),
             "held_out_error": errors(params, held_out) if held_out else None,
             "noise_floor": noise_floor(samples.rows),
+            "slowdown": slowdown_of(samples.rows),
             "disturbed_share": round(
                 sum(r.disturbed for r in samples.rows) / max(1, len(samples.rows)), 4
             ),
@@ -272,6 +273,18 @@ def noise_floor(rows: Sequence[StepSample]) -> dict[str, Any]:
         "median_abs_pct": round(float(np.median(deviations)), 3),
         "p95_abs_pct": round(float(np.percentile(deviations, 95)), 3),
     }
+
+
+def slowdown_of(rows: Sequence[StepSample]) -> dict[str, float] | None:
+    """How much slower than at its best the machine was while it was measured; None without a yardstick.
+
+    The step times are those at its best: multiply by the median for this machine as it was.
+    """
+    factors = [row.slowdown for row in rows if row.slowdown != 1.0]
+    if not factors:
+        return None
+    p50, p95 = np.percentile(factors, [50, 95])
+    return {"p50": round(float(p50), 4), "p95": round(float(p95), 4)}
 
 
 def domain_of(rows: Sequence[StepSample]) -> Domain:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from vsim.calibrate.campaign import check_device, engine_args, limits_of, model_
 from vsim.calibrate.ensemble import Band, StepErrors, bands
 from vsim.calibrate.measure import KERNEL_REPEATS, kernel_rows, write_model
 from vsim.calibrate.measured_run import Measured, build_run
-from vsim.calibrate.self_check import noisy, same_decisions, self_check, step_error
+from vsim.calibrate.self_check import noisy, same_decisions, self_check, slowdowns, step_error
 from vsim.calibrate.spot import (
     SpotCheck,
     check_profile,
@@ -95,7 +95,9 @@ def live_check(plan: LivePlan, say: Callable[[str], None]) -> LiveResult:
                 kv_cache_gib=plan.kv_cache_gib,
                 flags={"dtype": says.get("dtype"), **plan.engine_flags},
             )
-            started = worker.start(args, float(says.get("temperature") or 0.0))
+            started = worker.start(
+                args, float(says.get("temperature") or 0.0), same_yardstick(says, plan.threads)
+            )
             check_profile(calibration, worker.hello, started)
             limits = limits_of(started)
             if plan.model is not None and config != says.get("model_config"):
@@ -199,6 +201,7 @@ def _judge(
             "block_size": started["block_size"],
             "num_gpu_blocks": started["num_gpu_blocks"],
             "clock": plan.clock,
+            "slowdown": slowdowns(measured),
             "preemptions": {
                 "predicted": int(predicted.requests["preemptions"].sum()),
                 "measured": [int(run.requests["preemptions"].sum()) for run in runs],
@@ -213,6 +216,12 @@ def _judge(
         },
     )
     return LiveResult(check, predicted, runs)
+
+
+def same_yardstick(says: Mapping[str, Any], threads: int) -> dict[str, int | None] | None:
+    """The profile's own yardstick: its step times and the ones measured now must mean the same machine."""
+    reference = says.get("yardstick_ns")
+    return None if reference is None or threads > 1 else {"reference_ns": int(reference)}
 
 
 def notes_of(calibration: Calibration, block_size: int) -> tuple[str, ...]:

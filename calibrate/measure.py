@@ -110,6 +110,7 @@ def to_sample(
         cpu_s=cpu,
         warmup=bool(step.get("warmup", False)),
         disturbed=single_thread and waited > max(DISTURBED_S, DISTURBED_SHARE * total),
+        slowdown=float(step.get("slowdown", 1.0)),
     )
 
 

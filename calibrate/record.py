@@ -3,7 +3,7 @@
 It reads one JSON command a line on stdin and answers in JSON lines on what was its stdout; vLLM's own
 output goes to stderr. Commands (`calibrate/worker.py` is the other end):
 
-    {"do": "start", "engine_args": {...}, "temperature": 0.0}
+    {"do": "start", "engine_args": {...}, "temperature": 0.0, "yardstick": {"reference_ns": n or null} or null}
     {"do": "scene", "decodes": [ctx, ...], "decode_steps": n, "prefills": [[new, ctx], ...], "injections": m}
     {"do": "serve", "requests": [[arrival_ns, prompt_tokens, output_tokens, priority], ...],
      "prefix": [[id, ...], ...], "prefix_block_tokens": n, "clock": "wall" | "cpu", "limit_s": seconds}
@@ -44,8 +44,15 @@ def main() -> None:
             command = json.loads(line)
             if command["do"] == "start":
                 from vsim.calibrate.record_engine import RecordedEngine
+                from vsim.calibrate.record_yardstick import Yardstick
 
-                engine = RecordedEngine(command["engine_args"], command.get("temperature", 0.0))
+                wanted = command.get("yardstick")
+                engine = RecordedEngine(
+                    command["engine_args"],
+                    command.get("temperature", 0.0),
+                    None if wanted is None else Yardstick(wanted.get("reference_ns")),
+                )
+                engine.learn_yardstick()
                 gc.collect()
                 gc.freeze()
                 answer({"started": about(engine)})
@@ -125,6 +132,7 @@ def about(engine: Any) -> dict[str, Any]:
         "tensor_parallel_size": int(config.parallel_config.tensor_parallel_size),
         "v2_model_runner": bool(getattr(config, "use_v2_model_runner", False)),
         "vocab_size": engine.vocab_size,
+        "yardstick_ns": None if engine.yardstick is None else engine.yardstick.reference_ns,
     }
 
 
@@ -143,6 +151,8 @@ def scene(engine: Any, command: dict[str, Any], answer: Answer) -> None:
     gc.collect()
     gc.disable()
     try:
+        if engine.yardstick is not None:
+            engine.yardstick.begin()
         count = 0
         for context in decodes:
             engine.add(count, context + 1, lifetime)
@@ -181,7 +191,8 @@ def serve(engine: Any, command: dict[str, Any], answer: Answer) -> None:
     """Replay requests on a virtual clock: it advances by each step's duration and skips idle time.
 
     Arrivals therefore meet the engine exactly as often as its own speed makes them, whatever this process
-    does between two steps. `clock` "cpu" takes the process's CPU time for a step's duration: on a host that
+    does between two steps. With a yardstick it is the undisturbed machine's clock: each step counts with the
+    time it takes there. `clock` "cpu" takes the process's CPU time for a step's duration: on a host that
     others use too, it leaves out the moments in which they had the CPU. After `limit_s` seconds of wall time
     what is unfinished is aborted.
     """
@@ -195,6 +206,8 @@ def serve(engine: Any, command: dict[str, Any], answer: Answer) -> None:
     starts: list[int] = []
     limit_ns = round(command.get("limit_s", 1e9) * 1e9)
     began = time.monotonic_ns()
+    if engine.yardstick is not None:
+        engine.yardstick.begin()
     try:
         while sent < len(requests) or engine.has_requests:
             if time.monotonic_ns() - began > limit_ns:

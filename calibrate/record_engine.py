@@ -9,10 +9,12 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+
+from vsim.calibrate.record_yardstick import Yardstick
 
 
 @dataclass(slots=True)
@@ -49,6 +51,7 @@ class EngineStep:
     device_ns: int
     total_ns: int
     cpu_ns: int
+    slowdown: float = 1.0  # of the machine around this step; durations are already divided by it
 
 
 class RecordedEngine:
@@ -60,7 +63,12 @@ class RecordedEngine:
     them on a GPU; with tensor parallelism the time from launch to output.
     """
 
-    def __init__(self, engine_args: dict[str, Any], temperature: float = 0.0) -> None:
+    def __init__(
+        self,
+        engine_args: dict[str, Any],
+        temperature: float = 0.0,
+        yardstick: Yardstick | None = None,
+    ) -> None:
         import torch
         from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms import current_platform
@@ -76,6 +84,7 @@ class RecordedEngine:
         self.scheduler: Any = self.core.scheduler
         self.config: Any = self.llm.vllm_config
         self.temperature = temperature
+        self.yardstick = yardstick
         self.block_size = int(self.config.cache_config.block_size)
         # One block is vLLM's null block and never holds a token.
         self.usable_blocks = int(self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks) - 1
@@ -93,6 +102,9 @@ class RecordedEngine:
         self._last_end_ns = 0
         self._tokens = np.random.default_rng(0)
         self._wrap()
+        if yardstick is not None:
+            for layer in self._layers():
+                layer.register_forward_pre_hook(lambda *_: yardstick.within())
         if not current_platform.is_cuda_alike() and not self.remote:
             self._touch_kv_cache()
 
@@ -186,6 +198,28 @@ class RecordedEngine:
             with contextlib.suppress(RuntimeError, NotImplementedError):
                 cache.normal_()
 
+    def _layers(self) -> list[Any]:
+        """The model's decoder layers: vLLM's models keep them in a list of modules called `layers`."""
+        worker = self.core.model_executor.driver_worker
+        model = getattr(worker, "worker", worker).get_model()
+        lists = [m for name, m in model.named_modules() if name.rsplit(".", 1)[-1] == "layers"]
+        return list(lists[0]) if lists else []
+
+    def learn_yardstick(self, steps: int = 200) -> None:
+        """Let the yardstick find its reference between ordinary decode steps, if it was given none."""
+        if self.yardstick is None or self.yardstick.reference_ns is not None:
+            return
+        sequences = max(1, min(16, int(self.config.scheduler_config.max_num_seqs) // 2))
+        length = max(2, min(steps, int(self.config.model_config.max_model_len) // 2))
+        done = 0
+        while done < steps:
+            for request in range(sequences):
+                self.add(request, 16, length)
+            while self.has_requests:
+                done += len(self.step())
+            self.forget()
+        self.yardstick.learn_reference()
+
     # --- requests --------------------------------------------------------------------------------
 
     def add(
@@ -260,6 +294,9 @@ class RecordedEngine:
         """One `LLMEngine.step()`: the steps it completed, usually one; none while a queue fills."""
         self.llm.step()
         end, cpu = time.perf_counter_ns(), time.process_time_ns()
+        own_ns = slowdown = 0.0
+        if self.yardstick is not None:
+            own_ns, slowdown = self.yardstick.own_ns, self.yardstick.end()
         done, self._done = self._done, []
         if done and self.on_cuda:
             self._torch.cuda.synchronize()
@@ -268,7 +305,10 @@ class RecordedEngine:
         for scheduled, emitted, finished in done:
             total = end - max(self._last_end_ns, scheduled.start_ns)
             self._last_end_ns = end
-            steps.append(self._summarise(scheduled, emitted, finished, total, cpu))
+            step = self._summarise(scheduled, emitted, finished, total, cpu)
+            steps.append(step if not slowdown else _at_best(step, round(own_ns), slowdown))
+        if self.yardstick is not None:
+            self._last_end_ns = time.perf_counter_ns()  # the yardstick's own time is nobody's
         return steps
 
     def _read_events(self) -> None:
@@ -364,6 +404,18 @@ class RecordedEngine:
         self._names.clear()
         self._admitted.clear()
         self.llm.reset_prefix_cache()
+
+
+def _at_best(step: EngineStep, own_ns: int, slowdown: float) -> EngineStep:
+    """The step as it would have been on the undisturbed machine, without the yardstick's own time in it."""
+    return replace(
+        step,
+        schedule_ns=round(step.schedule_ns / slowdown),
+        device_ns=round((step.device_ns - own_ns) / slowdown),
+        total_ns=round((step.total_ns - own_ns) / slowdown),
+        cpu_ns=round((step.cpu_ns - own_ns) / slowdown),
+        slowdown=round(slowdown, 5),
+    )
 
 
 def _run_each(linears: list[Any], inputs: dict[int, Any]) -> None:

@@ -30,6 +30,7 @@ IDENTITY = (
     "tensor_parallel_size",
     "threads",
     "enforce_eager",
+    "yardstick_ns",
 )
 
 
@@ -68,6 +69,8 @@ class StepSample:
     )
     warmup: bool = False  # first steps of a session or of a new shape: not for fitting
     disturbed: bool = False  # something else had the CPU meanwhile: not for fitting
+    # How much slower than at its best the machine was around the step: durations are divided by it.
+    slowdown: float = 1.0
 
     @property
     def host_s(self) -> float:
@@ -123,6 +126,7 @@ class Samples:
 
 
 _FIELDS = {f.name: f.type for f in fields(StepSample)}
+_LATER = {"slowdown": 1.0}  # columns that files of earlier releases lack, and what those meant
 _TUPLES = ("prefill_new", "prefill_context")
 
 
@@ -174,7 +178,7 @@ def _read_parquet(path: Path) -> Iterator[Entry]:
         raise UserError(f"{path} is not a readable Parquet file: {first}") from None
     meta = {k.decode(): v.decode() for k, v in (table.schema.metadata or {}).items()}
     _check_schema(meta.get("schema"), path)
-    missing = [name for name in _FIELDS if name not in table.column_names]
+    missing = [n for n in _FIELDS if n not in table.column_names and n not in _LATER]
     if missing:
         raise UserError(f"{path} lacks the columns {', '.join(missing)} of schema {SCHEMA}")
     for name, session in json.loads(meta.get("sessions", "{}")).items():
@@ -219,7 +223,9 @@ def _check_schema(schema: object, path: Path) -> None:
 
 def _row(raw: dict[str, Any]) -> StepSample:
     """A sample from its fields. Raises KeyError, TypeError or ValueError where they are none."""
-    values = {name: raw[name] for name in _FIELDS}
+    values = {
+        name: _LATER[name] if name not in raw and name in _LATER else raw[name] for name in _FIELDS
+    }
     for name, kind in _FIELDS.items():
         value = values[name]
         if name in _TUPLES:

@@ -182,3 +182,14 @@ def noisy(measured: Sequence[Measured], single_thread: bool) -> str | None:
         f"this machine was busy: in {share:.0%} of {len(steps)} steps another process had the engine's core; "
         "check again when nothing else runs, or with --clock cpu"
     )
+
+
+def slowdowns(measured: Sequence[Measured]) -> list[dict[str, float]]:
+    """By how much the machine was slower than at its best in each repeat, where a yardstick told; else none."""
+    found = []
+    for one in measured:
+        factors = [step["slowdown"] for step in one.steps if step.get("slowdown", 1.0) != 1.0]
+        if factors:
+            p50, p95 = np.percentile(factors, [50, 95])
+            found.append({"p50": round(float(p50), 4), "p95": round(float(p95), 4)})
+    return found

@@ -117,9 +117,25 @@ class Worker:
             self.close()
             raise
 
-    def start(self, engine_args: dict[str, Any], temperature: float = 0.0) -> dict[str, Any]:
-        """Start the engine; returns what vLLM made of the arguments. Raises UserError if it refuses them."""
-        self._send({"do": "start", "engine_args": engine_args, "temperature": temperature})
+    def start(
+        self,
+        engine_args: dict[str, Any],
+        temperature: float = 0.0,
+        yardstick: dict[str, int | None] | None = None,
+    ) -> dict[str, Any]:
+        """Start the engine; returns what vLLM made of the arguments. Raises UserError if it refuses them.
+
+        `yardstick`: {"reference_ns": of an earlier session, or None to measure one} makes all durations
+        those of the undisturbed machine (`record_yardstick.py`).
+        """
+        self._send(
+            {
+                "do": "start",
+                "engine_args": engine_args,
+                "temperature": temperature,
+                "yardstick": yardstick,
+            }
+        )
         started: dict[str, Any] = self._read()["started"]
         return started
 

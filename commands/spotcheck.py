@@ -297,6 +297,13 @@ def describe(check: Any) -> str:
             f"single steps: median error {step['median_abs_pct']:.2f} %, p95 {step['p95_abs_pct']:.2f} %, "
             f"bias {step['bias_pct']:+.2f} %"
         )
+    if facts.get("slowdown"):
+        middle = ", ".join(f"{s['p50'] - 1:+.1%}" for s in facts["slowdown"])
+        worst = ", ".join(f"{s['p95'] - 1:+.1%}" for s in facts["slowdown"])
+        lines.append(
+            f"this machine against its best, by a yardstick run around every step: {middle} at the median, "
+            f"{worst} at p95;\n  all durations, measured and predicted, are those of the machine at its best"
+        )
     for number, same in enumerate(facts["same_decisions"], 1):
         if same["checked"]:
             lines.append(

@@ -62,7 +62,12 @@ class FakeWorker:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def start(self, engine_args: dict[str, Any], temperature: float = 0.0) -> dict[str, Any]:
+    def start(
+        self,
+        engine_args: dict[str, Any],
+        temperature: float = 0.0,
+        yardstick: dict[str, int | None] | None = None,
+    ) -> dict[str, Any]:
         self.started = {
             "start_s": 0.0,
             "block_size": engine_args.get("block_size", 128),
@@ -80,6 +85,7 @@ class FakeWorker:
             "watermark": 0.0,
             "policy": "fcfs",
             "enforce_eager": True,
+            "yardstick_ns": None if yardstick is None else yardstick["reference_ns"] or 800_000,
             "tensor_parallel_size": 1,
             "v2_model_runner": False,
             "vocab_size": 8192,

@@ -180,3 +180,24 @@ def test_any_value_in_any_field_is_a_sample_or_one_sentence(
         assert rows[0].host_s >= 0 and rows[0].shape.num_tokens >= 0
         compact(path)
         assert read_samples(path).rows == rows
+
+
+def test_samples_of_an_earlier_release_have_no_yardstick(tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "a.json"
+    with Journal(path) as journal:
+        journal.session("s", ABOUT)
+        journal.append([sample(0, slowdown=1.25), sample(1)])
+    compact(path)
+    assert [row.slowdown for row in read_samples(path).rows] == [1.25, 1.0]
+    table = pq.read_table(parquet_path(path))
+    pq.write_table(table.drop_columns(["slowdown"]), parquet_path(path))
+    assert [row.slowdown for row in read_samples(path).rows] == [1.0, 1.0]
+    old = tmp_path / "b.json"
+    with Journal(old) as journal:
+        journal.session("s", ABOUT)
+    line = {k: v for k, v in asdict(sample(0)).items() if k != "slowdown"}
+    with journal_path(old).open("a") as lines:
+        lines.write(json.dumps(line) + "\n")
+    assert [row.slowdown for row in read_samples(old).rows] == [1.0]

@@ -61,7 +61,9 @@ def worker(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[W
                 "num_gpu_blocks_override": 31,
             },
         )
-        running.started = running.start(args)  # type: ignore[attr-defined]
+        running.started = running.start(  # type: ignore[attr-defined]
+            args, yardstick={"reference_ns": None}
+        )
         yield running
 
 
@@ -112,6 +114,16 @@ def test_a_run_cut_short_leaves_the_engine_clean(worker: Worker) -> None:
     steps = worker.scene({"decodes": [64], "decode_steps": 2, "prefills": []})
     assert steps[0]["requests"] == [0]
     assert (steps[0]["running"], steps[0]["waiting"]) == (1, 0)
+
+
+def test_every_step_knows_how_slow_the_machine_was_around_it(worker: Worker) -> None:
+    assert worker.started["yardstick_ns"] > 0  # type: ignore[attr-defined]
+    trace = Trace.of([0, 0, 3.0], [100, 80, 60], [20, 20, 20])
+    steps = [m["step"] for m in worker.serve(serve_command(trace, "wall")) if "step" in m]
+    assert all(0.5 < step["slowdown"] < 50 for step in steps)
+    assert len({step["slowdown"] for step in steps}) > len(steps) / 2, "measured anew each time"
+    for step in steps:
+        assert step["end_ns"] - step["start_ns"] == step["total_ns"]
 
 
 def test_kernels_of_the_model_are_timed(worker: Worker) -> None:
