@@ -190,6 +190,25 @@ def _check_workers(workers: Workers) -> None:
         raise UserError("--backend dask needs --address, the scheduler's, e.g. tcp://host:8786")
 
 
+def _join_ray(address: str | None) -> None:
+    """Tell joblib of Ray, and connect first: its backend asks Ray for the number of CPUs before it does."""
+    import ray
+    from ray.util.joblib import register_ray
+
+    if not ray.is_initialized():
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        except Exception as error:  # whatever Ray's client, its RPC layer or its raylet make of it
+            raise _unreachable("ray", address, error) from None
+    register_ray()
+
+
+def _unreachable(backend: str, address: str | None, error: Exception) -> UserError:
+    where = f" at {address}" if address else ""
+    said = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return UserError(f"cannot reach {backend}{where}: {said}")
+
+
 @contextlib.contextmanager
 def _backend(workers: Workers) -> Iterator[int]:
     """joblib told where to work; gives the n_jobs to ask for. Raises UserError if nobody answers there."""
@@ -197,11 +216,7 @@ def _backend(workers: Workers) -> Iterator[int]:
 
     options: dict[str, Any] = {}
     if workers.backend == "ray":
-        from ray.util.joblib import register_ray
-
-        if workers.address is not None:
-            os.environ["RAY_ADDRESS"] = workers.address  # where ray.init() looks
-        register_ray()
+        _join_ray(workers.address)
     if workers.backend == "loky":
         options |= {"initializer": _end_with, "initargs": (os.getpid(),)}
     if workers.backend == "dask":
@@ -216,9 +231,7 @@ def _backend(workers: Workers) -> Iterator[int]:
             # joblib before 1.5 takes no initializer: idle workers of a killed sweep stay for minutes.
             context = joblib.parallel_config(backend="loky", n_jobs=jobs)
     except (OSError, ValueError, RuntimeError) as error:
-        where = f" at {workers.address}" if workers.address else ""
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"cannot reach {workers.backend}{where}: {said}") from None
+        raise _unreachable(workers.backend, workers.address, error) from None
     with context:
         yield jobs
 
