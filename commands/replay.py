@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from vsim.commands.fleet_options import fleet_option, settled_fleet
 from vsim.commands.options import engine_options
 from vsim.commands.trace_options import read_options
 from vsim.errors import UserError
@@ -113,6 +114,7 @@ def _percentiles(_: Any, __: Any, text: str) -> tuple[float, ...]:
     metavar="NAME",
     help="Where requests go, with several replicas (docs/replay.md).",
 )
+@fleet_option
 @click.option(
     "--overlong",
     type=click.Choice(["reject", "clip", "error"]),
@@ -166,6 +168,7 @@ def replay(
     max_concurrency: int | None,
     replicas: int,
     route: str,
+    fleet: Path | None,
     overlong: str,
     seed: int,
     metric_percentiles: tuple[float, ...],
@@ -197,6 +200,9 @@ def replay(
     if out is not None:
         check_target(out, overwrite)
     slo = parse_goodput(goodput)
+    fleet_spec = None if fleet is None else settled_fleet(fleet, replicas, route)
+    if fleet_spec is not None:
+        replicas, route = fleet_spec.slots, fleet_spec.route or route
     named_route(route)
     price_list = read_prices(prices) if prices is not None else None
     model, gpu = _needed(engine_flags, profile)
@@ -232,6 +238,7 @@ def replay(
             overlap_swaps=overlap_swaps,
             replicas=replicas,
             route=route,
+            fleet=fleet_spec,
         )
     finally:
         progress.done()

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vsim import __version__
 from vsim.errors import UserError
@@ -24,6 +24,9 @@ from vsim.sim.traps_v0 import warnings_for
 from vsim.sim.versions import assumed_rules
 from vsim.traces.arrivals import head, rerate, scale_time
 from vsim.traces.trace import Trace
+
+if TYPE_CHECKING:
+    from vsim.sim.fleet.spec import FleetSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +134,13 @@ def replay(
     overlap_swaps: bool = False,
     replicas: int = 1,
     route: str = "round-robin",
+    fleet: FleetSpec | None = None,
 ) -> Run:
     """Replay `trace` on `replicas` of `deployment`; everything that was assumed is in the run.
 
     Several replicas stand behind `route` (router.ROUTES), each GPU with a host link of its own.
+    `fleet`: limits, events and network of a fleet file; its `replicas` and `route` stand for those above
+    where it states them.
     `overlap_swaps`: V0's copies run beside the step that needs them, as vLLM 0.8.5 does not do.
     `on_step(now_ns, requests_ended)` is called after each step. Raises UserError for a load that makes no
     sense or, with `overlong="error"`, for the first request that is too long.
@@ -152,23 +158,43 @@ def replay(
     sent = load.apply(trace)
     config = deployment.scheduler
     said = check_lengths(sent, config.max_model_len, load.overlong)
-    run = simulate_cluster(
-        sent,
-        [
-            ReplicaSpec(config, step_model, _host_link(deployment, overlap_swaps))
-            for _ in range(replicas)
-        ],
-        named_route(route, load.seed),
-        max_concurrency=load.max_concurrency,
-        front_end=FrontEnd(config.max_model_len, load.overlong),
-        on_step=on_step,
-    )
+    refuse = FrontEnd(config.max_model_len, load.overlong)
+    if fleet is not None:
+        fleet = fleet.settled(replicas, route)
+        replicas, route = fleet.slots, fleet.route or route
+    if fleet is not None and not fleet.is_plain:
+        from vsim.sim.fleet.simulate import simulate_fleet
+
+        run = simulate_fleet(
+            sent,
+            ReplicaSpec(config, step_model, _host_link(deployment, overlap_swaps)),
+            fleet,
+            named_route(route, load.seed),
+            seed=load.seed,
+            max_concurrency=load.max_concurrency,
+            front_end=refuse,
+            on_step=on_step,
+        )
+        said += fleet.sentences()
+    else:
+        run = simulate_cluster(
+            sent,
+            [
+                ReplicaSpec(config, step_model, _host_link(deployment, overlap_swaps))
+                for _ in range(replicas)
+            ],
+            named_route(route, load.seed),
+            max_concurrency=load.max_concurrency,
+            front_end=refuse,
+            on_step=on_step,
+        )
     if replicas > 1:
         said.append(f"{replicas} replicas behind {route} routing; the router itself takes no time")
     return dataclasses.replace(
         run,
         config=_config(deployment, load, sent, overlap_swaps)
-        | ({"replicas": replicas, "route": route} if replicas > 1 else {}),
+        | ({"replicas": replicas, "route": route} if replicas > 1 else {})
+        | ({} if fleet is None or fleet.is_plain else {"fleet": fleet.as_dict()}),
         provenance={
             "vsim_version": __version__,
             "trace": dataclasses.asdict(sent.source),

@@ -52,11 +52,22 @@ STEP_COLUMNS: dict[str, str] = {
 # Columns that a run may have beside those: where it has them, metrics are exact instead of derived.
 OPTIONAL_REQUEST_COLUMNS: dict[str, str] = {
     "replica": "int32",  # which replica served the request, -1: none
+    "network_ns": "int64",  # one way between client and fleet
 }
 OPTIONAL_STEP_COLUMNS: dict[str, str] = {
     "emitted": "int32",  # output tokens handed to clients at end_ns
     "replica": "int32",  # which replica ran the step; without it there is one
 }
+
+
+@dataclass(frozen=True, slots=True)
+class RunEvent:
+    """Something that happened to the fleet, not to a request: `kind` is e.g. "replica_down"."""
+
+    at_ns: int
+    kind: str
+    replica: int = -1  # -1: none in particular
+    text: str = ""  # more of it, in words
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +99,7 @@ class Run:
     end_ns: int = 0
     # None: ran to its end. Otherwise one sentence: stalled, unstable, engine died, simulated-time limit.
     ended_early: str | None = None
+    events: tuple[RunEvent, ...] = ()  # in order of time
 
     @property
     def num_requests(self) -> int:

@@ -23,6 +23,7 @@ from vsim.sim.run import (
     STEP_COLUMNS,
     Column,
     Run,
+    RunEvent,
 )
 from vsim.sim.summary import summary_json
 from vsim.traces.arrow import to_arrow, to_numpy
@@ -159,6 +160,7 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
         assumptions=tuple(field("assumptions", list, str)),
         counters=field("counters", dict, int),
         preemption_spans=spans,
+        events=_read_events(base, head.get("events", [])),
         end_ns=head["end_ns"],
         ended_early=head["ended_early"] if head.get("ended_early") is not None else None,
     )
@@ -172,7 +174,7 @@ def read_summary(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 def run_json(run: Run) -> str:
     """run.json: everything but the columns, sorted, without dates or paths. The schema comes first."""
-    body = {
+    body: dict[str, Any] = {
         "origin": run.origin,
         "block_size": run.block_size,
         "num_gpu_blocks": run.num_gpu_blocks,
@@ -185,10 +187,26 @@ def run_json(run: Run) -> str:
         "end_ns": run.end_ns,
         "ended_early": run.ended_early,
     }
+    if run.events:
+        body["events"] = [[e.at_ns, e.kind, e.replica, e.text] for e in run.events]
     text = json.dumps(
         _json_ready(body), indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False
     )
     return '{\n "schema": "' + SCHEMA + '",' + text[1:] + "\n"
+
+
+def _read_events(base: Path, rows: Any) -> tuple[RunEvent, ...]:
+    """Events as run.json tells them: [at_ns, kind, replica, text]."""
+    fits = isinstance(rows, list) and all(
+        isinstance(row, list)
+        and [type(item) for item in row] == [int, str, int, str]
+        and -1 <= row[0] < 1 << 62
+        and -1 <= row[2] < 1 << 31
+        for row in rows
+    )
+    if not fits:
+        raise UserError(f"{base / RUN_JSON}: events are not [at_ns, kind, replica, text]")
+    return tuple(RunEvent(*row) for row in rows)
 
 
 def _json_ready(value: Any) -> Any:

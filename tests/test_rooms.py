@@ -17,7 +17,7 @@ MAY_IMPORT = {
 }
 # A library may be imported only by these files (prefixes of paths from the root).
 ONLY_IN = {
-    "simpy": ("sim/engine.py", "sim/client.py", "sim/cluster.py", "sim/router.py"),
+    "simpy": ("sim/engine.py", "sim/client.py", "sim/cluster.py", "sim/router.py", "sim/fleet/"),
     "vllm": ("calibrate/record",),
     "sklearn": ("calibrate/fit",),
     "click": ("cli.py", "commands/"),

@@ -1,0 +1,283 @@
+"""A fleet on one simulated clock: clients, a network, a router with limits, and replicas that come and go."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import simpy
+
+from vsim.errors import UserError
+from vsim.sim.client import Client
+from vsim.sim.cluster import ReplicaSpec
+from vsim.sim.engine import NS, Replica, make_scheduler
+from vsim.sim.fleet import spec as says
+from vsim.sim.fleet.recorder import FleetRecorder
+from vsim.sim.fleet.spec import FleetSpec
+from vsim.sim.router import Route, round_robin
+from vsim.sim.run import Run
+from vsim.sim.scheduler import EngineDiedError, Scheduler
+from vsim.traces.trace import Trace, TraceRequest
+
+# A replica's life. Only one that is UP gets requests.
+UP, DRAINING, DOWN = range(3)
+
+
+@dataclass(slots=True)
+class Slot:
+    """A place for a replica: the engine that runs there now, and the requests it has."""
+
+    number: int
+    engine: Replica
+    state: int = UP
+    process: simpy.Process | None = None
+    requests: dict[int, None] = field(default_factory=dict)  # sent here and not ended, in order
+
+
+def simulate_fleet(
+    trace: Trace,
+    replica: ReplicaSpec,
+    fleet: FleetSpec,
+    route: Route | None = None,
+    *,
+    seed: int = 0,
+    max_concurrency: int | None = None,
+    front_end: Callable[[TraceRequest], str | None] | None = None,
+    on_step: Callable[[int, int], None] | None = None,
+) -> Run:
+    """Replay `trace` on `fleet.replicas` replicas like `replica`, under the fleet's limits and events.
+
+    As `cluster.simulate_cluster`, to which it is equal in every column where the fleet file asks for
+    nothing. Every request ends exactly once: finished, rejected or aborted, the latter two with a reason.
+    `seed` draws the network's jitter. Raises UserError for a fleet without replicas.
+    """
+    if fleet.replicas is None:
+        raise UserError(f"{fleet.name}: replicas is missing: state it there or with --replicas")
+    simulated = _Fleet(trace, replica, fleet, route or round_robin(), seed, max_concurrency)
+    return simulated.run(front_end, on_step)
+
+
+def one_way_ns(network: says.Network, requests: int, seed: int) -> list[int] | None:
+    """ns between client and fleet, for each request; None where there is no network to speak of."""
+    if not network.latency_s and not network.jitter_s:
+        return None
+    drawn = np.random.default_rng([seed, 0x6E6574]).exponential(1.0, requests)
+    return [round(ns) for ns in ((network.latency_s + network.jitter_s * drawn) * NS).tolist()]
+
+
+class _Fleet:
+    def __init__(
+        self,
+        trace: Trace,
+        replica: ReplicaSpec,
+        fleet: FleetSpec,
+        route: Route,
+        seed: int,
+        max_concurrency: int | None,
+    ) -> None:
+        self.trace, self.template, self.spec, self.route = trace, replica, fleet, route
+        self.limits = fleet.admission
+        self.env = simpy.Environment(initial_time=0)
+        way = one_way_ns(fleet.network, len(trace), seed)
+        self.recorder = FleetRecorder(trace, fleet.slots, way)
+        self.client = Client(self.env, trace, self._send, max_concurrency)
+        self.slots: list[Slot] = []
+        self.schedulers: list[Scheduler] = []  # of all engines that ever ran
+        self.held: deque[int] = deque()  # at the router, first come first served
+        self.place: dict[int, Slot] = {}
+        self.front_end: Callable[[TraceRequest], str | None] | None = None
+        self.on_step: Callable[[int, int], None] | None = None
+
+    # --- the run -----------------------------------------------------------------------------------
+
+    def run(
+        self,
+        front_end: Callable[[TraceRequest], str | None] | None,
+        on_step: Callable[[int, int], None] | None,
+    ) -> Run:
+        self.front_end, self.on_step = front_end, on_step
+        assert self.spec.replicas is not None
+        for number in range(self.spec.replicas):
+            self.slots.append(Slot(number, self._engine(number)))
+        self.env.process(self.client.run())
+        for slot in self.slots:
+            self._start(slot)
+        ended_early = None
+        try:
+            self.env.run()
+        except EngineDiedError as death:
+            ended_early = f"the engine died: {death}"
+        return self._result(ended_early or self._stalled())
+
+    def _engine(self, number: int) -> Replica:
+        template, on_step = self.template, self.on_step
+        link = None if template.host_link is None else simpy.Resource(self.env)
+        engine = Replica(
+            self.env,
+            self.trace,
+            make_scheduler(template.config),
+            template.config,
+            template.step_model,
+            self.recorder,
+            self._ended,
+            frontend_ns=round(template.frontend_s * NS),
+            front_end=self.front_end,
+            host_link=template.host_link,
+            on_step=None
+            if on_step is None
+            else lambda: on_step(int(self.env.now), self.client.num_ended),
+            number=number,
+            link=link,
+        )
+        self.schedulers.append(engine.scheduler)
+        return engine
+
+    def _start(self, slot: Slot) -> None:
+        slot.process = self.env.process(slot.engine.run())
+
+    # --- a request's way ---------------------------------------------------------------------------
+
+    def _send(self, index: int) -> None:
+        """The client sends; the fleet's side of the network is `one_way_ns` away."""
+        way = self.recorder.one_way_ns
+        self._after(0 if way is None else way[index], self._arrive, index)
+
+    def _arrive(self, index: int) -> None:
+        limit = self.limits.max_waiting
+        if limit is not None and self._num_waiting() >= limit:
+            self._reject(index, says.FLEET_FULL)
+            return
+        self._pass_on(index)
+
+    def _pass_on(self, index: int) -> None:
+        """Send a request to a replica, hold it at the router, or refuse it."""
+        open_slots = self._open_slots()
+        if not open_slots:
+            if self.limits.when_full == "wait":
+                self.held.append(index)
+            else:
+                some = any(slot.state == UP for slot in self.slots)
+                self._reject(index, says.FLEET_FULL if some else says.NO_REPLICA)
+            return
+        engines = [slot.engine for slot in open_slots]
+        chosen = self.route(self.trace.request(index), engines) if len(self.slots) > 1 else 0
+        slot = open_slots[chosen]
+        if self.recorder.replica is not None:
+            self.recorder.replica[index] = slot.number
+        refusal = self._refusal(slot, index)
+        if refusal is not None:
+            self._reject(index, refusal)
+            return
+        slot.requests[index] = None
+        self.place[index] = slot
+        slot.engine.receive(index)
+
+    def _open_slots(self) -> list[Slot]:
+        """Replicas that may get another request."""
+        most = self.limits.max_in_flight_per_replica
+        return [
+            slot
+            for slot in self.slots
+            if slot.state == UP and (most is None or slot.engine.in_flight < most)
+        ]
+
+    def _refusal(self, slot: Slot, index: int) -> str | None:
+        """What the replica's own front end says to one more request."""
+        limits, engine = self.limits, slot.engine
+        most = limits.max_num_queued_reqs
+        if most is not None and engine.in_flight + 1 > most:
+            return says.QUEUED_REQS
+        most = limits.max_num_queued_tokens
+        if most is not None:
+            first, prompt = self.recorder.first_token_ns, self.trace.prompt_tokens
+            if sum(int(prompt[i]) for i in slot.requests if first[i] < 0) >= most:
+                return says.QUEUED_TOKENS
+        most = limits.max_waiting_per_replica
+        if most is not None and _waiting(engine) >= most:
+            return says.QUEUE_FULL
+        return None
+
+    def _reject(self, index: int, reason: str) -> None:
+        self.recorder.rejected(index, reason, int(self.env.now))
+        self._over(index)
+
+    def _ended(self, index: int) -> None:
+        """The replica is through with a request: served, or refused as too long."""
+        del self.place.pop(index).requests[index]
+        self._over(index)
+        self._release()
+
+    def _over(self, index: int) -> None:
+        """The fleet has answered; the client will know once the answer has travelled."""
+        way = self.recorder.one_way_ns
+        self._after(0 if way is None else way[index], self.client.finished, index)
+
+    def _release(self) -> None:
+        """A place came free: the longest held go on."""
+        while self.held and self._open_slots():
+            self._pass_on(self.held.popleft())
+
+    def _after(self, delay_ns: int, call: Callable[[int], None], index: int) -> None:
+        if delay_ns <= 0:
+            call(index)
+            return
+
+        def later() -> Generator[simpy.Event, Any, None]:
+            yield self.env.timeout(delay_ns)
+            call(index)
+
+        self.env.process(later())
+
+    def _num_waiting(self) -> int:
+        """Requests in the fleet that do not run."""
+        return len(self.held) + sum(_waiting(slot.engine) for slot in self.slots)
+
+    # --- what came out -----------------------------------------------------------------------------
+
+    def _stalled(self) -> str | None:
+        left = len(self.trace) - self.client.num_ended
+        if not left:
+            return None
+        if self.held:
+            return f"stalled: {len(self.held)} requests wait at the router for a replica that never comes"
+        schedulers = [slot.engine.scheduler for slot in self.slots]
+        return (
+            f"stalled: {left} of {len(self.trace)} requests could never be scheduled "
+            f"({sum(s.num_waiting for s in schedulers)} waiting, "
+            f"{sum(s.num_free_blocks for s in schedulers)} of "
+            f"{sum(s.num_usable_blocks for s in schedulers)} KV blocks free)"
+        )
+
+    def _result(self, ended_early: str | None) -> Run:
+        config, recorder = self.template.config, self.recorder
+        counters: Counter[str] = Counter()
+        for scheduler in self.schedulers:
+            counters.update(scheduler.counters)
+        if config.kv_offload is not None:
+            counters["offload_loaded_blocks"] = recorder.loaded_blocks
+            counters["offload_stored_blocks"] = recorder.stored_blocks
+        itl_ns, itl_count = recorder.gaps()
+        return Run(
+            origin="simulated",
+            requests=recorder.request_columns(self.client.columns()),
+            steps=recorder.step_columns(),
+            itl_ns=itl_ns,
+            itl_count=itl_count,
+            block_size=config.block_size,
+            num_gpu_blocks=self.schedulers[0].num_usable_blocks,
+            reasons=tuple(recorder.reasons),
+            tenant_names=self.trace.tenant_names,
+            counters=dict(counters),
+            preemption_spans=recorder.spans(),
+            events=tuple(recorder.events),
+            end_ns=int(self.env.now),
+            ended_early=ended_early,
+        )
+
+
+def _waiting(engine: Replica) -> int:
+    """Requests at a replica that do not run: its inbox counts."""
+    return engine.in_flight - engine.scheduler.num_running

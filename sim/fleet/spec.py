@@ -1,0 +1,113 @@
+"""What a fleet is told: the sections of a fleet file, in its own words. All durations in seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+# What the router does with a request that it may not pass on now.
+Full = Literal["reject", "wait"]
+
+# Why a request did not get its answer: codes in `Run.reasons`, with the status a client would have read.
+QUEUE_FULL = "rejected_queue_full"  # 503, of the replica
+QUEUED_REQS = "rejected_max_num_queued_reqs"  # 503, vLLM's own limit
+QUEUED_TOKENS = "rejected_max_num_queued_tokens"  # 503, vLLM's own limit
+FLEET_FULL = "rejected_fleet_queue_full"  # 429, of the router
+NO_REPLICA = "rejected_no_replica"  # 503, of the router
+REPLICA_FAILED = "aborted_replica_failed"  # the stream breaks off
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """One way between client and fleet: `latency_s` plus, per request, an exponential of mean `jitter_s`."""
+
+    latency_s: float = 0.0
+    jitter_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Limits on queues; None: no such limit, as in vLLM by default.
+
+    A replica refuses what would exceed its limits: `max_waiting_per_replica` requests not running,
+    `max_num_queued_reqs` requests in all, or `max_num_queued_tokens` prompt tokens still in prefill (the
+    last two as vLLM 0.32's flags of that name, v1/engine/async_llm.py `check_admission`).
+    The router refuses beyond `max_waiting` requests waiting in the whole fleet. Replicas with
+    `max_in_flight_per_replica` requests get no more; with none to send to, `when_full` decides.
+    """
+
+    max_waiting_per_replica: int | None = None
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
+    max_waiting: int | None = None
+    max_in_flight_per_replica: int | None = None
+    when_full: Full = "reject"
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSpec:
+    """A fleet file. `replicas` and `route` None: left to the command line. `name`: the file's, for messages."""
+
+    name: str = "fleet"
+    replicas: int | None = None
+    route: str | None = None
+    network: Network = field(default_factory=Network)
+    admission: Admission = field(default_factory=Admission)
+
+    @property
+    def is_plain(self) -> bool:
+        """Does it ask for nothing beyond equal replicas behind a route?"""
+        return self == FleetSpec(self.name, self.replicas, self.route)
+
+    @property
+    def slots(self) -> int:
+        """Most replicas that can exist at once; `replicas` must be settled."""
+        assert self.replicas is not None
+        return self.replicas
+
+    def settled(self, replicas: int, route: str) -> FleetSpec:
+        """With what the file leaves open taken from the command line."""
+        return dataclasses.replace(
+            self,
+            replicas=replicas if self.replicas is None else self.replicas,
+            route=route if self.route is None else self.route,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """What the file asks for, JSON-ready: sections that differ from the defaults."""
+        nothing = FleetSpec()
+        return {
+            name: _plain(value)
+            for name in (f.name for f in dataclasses.fields(self))
+            if (value := getattr(self, name)) != getattr(nothing, name)
+        }
+
+    def sentences(self) -> list[str]:
+        """What was assumed of this fleet, for the user."""
+        said = []
+        if self.network != Network():
+            said.append(
+                f"network: {self.network.latency_s:g} s each way"
+                + (
+                    f" plus an exponential of mean {self.network.jitter_s:g} s drawn per request"
+                    if self.network.jitter_s
+                    else ""
+                )
+                + "; latencies are the client's, so TTFT holds both ways"
+            )
+        return said
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {
+            f.name: _plain(getattr(value, f.name))
+            for f in dataclasses.fields(value)
+            if getattr(value, f.name) is not None
+        }
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(name): _plain(item) for name, item in value.items()}
+    return value
