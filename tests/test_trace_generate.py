@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -366,3 +367,13 @@ def test_anonymized_traces_hold_no_name_and_share_as_before() -> None:
     named = anonymize(chat(), round_tokens=64)
     assert named.tenant_names == ("t0", "t1")
     assert (named.prompt_tokens % 64 == 0).all()
+
+
+def test_requests_that_share_nothing_are_made_as_all_others_are() -> None:
+    """The short way past sessions and ids gives the requests of the long one."""
+    plain = Workload(SPECS["mmpp"], parse("lognormal:400:1.0"), parse("uniform:1:50"))
+    with_one_tenant = dataclasses.replace(plain, tenants={"all": 1.0})
+    short, long = generate(plain, 3), generate(with_one_tenant, 3)
+    for name in ("arrival_ns", "prompt_tokens", "output_tokens"):
+        assert getattr(short, name).tolist() == getattr(long, name).tolist()
+    assert short.assumptions == long.assumptions

@@ -43,13 +43,11 @@ def read_parquet(file: TraceFile, report: Report, names: dict[str, str]) -> Draf
         )
         if max(parquet.metadata.num_rows, values) > MAX_VALUES:
             report.fail(f"has more than {MAX_VALUES:,} rows or ids")
-        table = parquet.read(columns=[name for name in columns.values() if name in names_there])
+        schema = parquet.schema_arrow
     except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
-        report.fail(
-            f"can't be read as Parquet: {str(error).splitlines()[0][:200] if str(error) else 'damaged'}"
-        )
+        report.fail(_damaged(error))
     header: dict[str, Any] = {}
-    raw = (table.schema.metadata or {}).get(META_KEY)
+    raw = (schema.metadata or {}).get(META_KEY)
     if raw is not None:
         try:
             described = json.loads(raw)
@@ -68,9 +66,16 @@ def read_parquet(file: TraceFile, report: Report, names: dict[str, str]) -> Draf
             "name them with --map input_tokens=COLUMN"
         )
 
-    def whole(name: str, low: int, high: int) -> Int64Array:
+    def column_of(name: str) -> Any:
+        """One column at a time: the whole table beside its copy in numpy would be twice the trace."""
         theirs = present[name]
-        column = table.column(theirs)
+        try:
+            return parquet.read(columns=[theirs]).column(theirs)
+        except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
+            report.fail(_damaged(error))
+
+    def whole(name: str, low: int, high: int) -> Int64Array:
+        theirs, column = present[name], column_of(name)
         if column.null_count:
             report.fail(f"column {theirs} has {column.null_count} empty values")
         if pa.types.is_timestamp(column.type):
@@ -87,14 +92,14 @@ def read_parquet(file: TraceFile, report: Report, names: dict[str, str]) -> Draf
         if off.any():
             row = int(np.flatnonzero(off)[0])
             report.fail(f"row {row}: {theirs} is {values[row]}, outside {low} to {high}")
-        return np.ascontiguousarray(values).astype(np.int64)
+        return _own(values)
 
     try:
         if "timestamp_ns" in present:
             time_ns = whole("timestamp_ns", 0, MAX_NS)
         else:
             time_ns = _seconds(
-                table.column(present["timestamp"]),
+                column_of("timestamp"),
                 present["timestamp"],
                 report,
                 "timestamp" in names,
@@ -111,19 +116,15 @@ def read_parquet(file: TraceFile, report: Report, names: dict[str, str]) -> Draf
             draft.priority = whole("priority", -(2**31), 2**31 - 1).astype(np.int32)
         for name in ("tenant", "session"):
             if name in present:
-                texts = [
-                    "" if v is None else str(v) for v in table.column(present[name]).to_pylist()
-                ]
+                texts = ["" if v is None else str(v) for v in column_of(name).to_pylist()]
                 if name == "tenant":
                     draft.tenants = texts
                 else:
                     draft.sessions = texts
         if "aborted" in present:
-            draft.aborted = np.asarray(
-                [v is True for v in table.column(present["aborted"]).to_pylist()]
-            )
+            draft.aborted = np.asarray([v is True for v in column_of("aborted").to_pylist()])
         elif "status" in present:
-            statuses = table.column(present["status"]).to_pylist()
+            statuses = column_of("status").to_pylist()
             draft.aborted = np.asarray(
                 [is_aborted(v, report, row) for row, v in enumerate(statuses)], dtype=bool
             )
@@ -139,7 +140,7 @@ def read_parquet(file: TraceFile, report: Report, names: dict[str, str]) -> Draf
                 else np.zeros_like(draft.after)
             )
         if "hash_ids" in present:
-            _hash_ids(draft, table.column(present["hash_ids"]), header, report)
+            _hash_ids(draft, column_of("hash_ids"), header, report)
     except pa.ArrowException as error:
         report.fail(f"holds values of an unexpected kind: {str(error).splitlines()[0][:200]}")
     for sentence in header.get("assumptions", []):
@@ -166,6 +167,19 @@ _FIELDS = (
 )
 
 
+def _damaged(error: BaseException) -> str:
+    return (
+        f"can't be read as Parquet: {str(error).splitlines()[0][:200] if str(error) else 'damaged'}"
+    )
+
+
+def _own(values: Any) -> Int64Array:
+    """int64 that may be changed in place: a copy only of what Arrow still holds."""
+    if values.dtype == np.int64 and values.flags.writeable:
+        return np.ascontiguousarray(values)
+    return np.array(values, dtype=np.int64)
+
+
 def _seconds(column: Any, theirs: str, report: Report, mapped: bool) -> Int64Array:
     """A time column as ns: Arrow timestamps as they are, numbers in the declared unit, else seconds."""
     import pyarrow as pa
@@ -176,7 +190,7 @@ def _seconds(column: Any, theirs: str, report: Report, mapped: bool) -> Int64Arr
         values = to_numpy(column.cast(pa.timestamp("ns")).cast(pa.int64()))
         if (values < 0).any() or (values > MAX_NS).any():
             report.fail(f"column {theirs} holds times before 1970 or beyond 2116")
-        return np.ascontiguousarray(values).astype(np.int64)
+        return _own(values)
     if not pa.types.is_integer(column.type) and not pa.types.is_floating(column.type):
         report.fail(f"column {theirs} has type {column.type}, not a time")
     values = to_numpy(column)
