@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -154,12 +155,26 @@ def read_profile(name_or_path: str | Path) -> tuple[str, Calibration]:
     if not path.exists():
         bundled = dict(bundled_profiles())
         if str(name_or_path) in bundled:
-            return path.name, read_calibration(bundled[str(name_or_path)])
+            return path.name, _read(bundled[str(name_or_path)])
         raise UserError(
             f"profile {str(name_or_path)!r} is neither a file nor a bundled profile "
             f"({', '.join(bundled) or 'none'})"
         )
-    return path.stem, read_calibration(path)
+    return path.stem, _read(path)
+
+
+def _read(path: Path) -> Calibration:
+    """The artifact at `path`, parsed once as long as the file stays as it is: a sweep asks at every point."""
+    try:
+        found = path.stat()
+    except OSError:
+        return read_calibration(path)  # which says what is wrong with it
+    return _read_once(path, found.st_mtime_ns, found.st_size, found.st_ino)
+
+
+@functools.lru_cache(maxsize=8)
+def _read_once(path: Path, *_: int) -> Calibration:
+    return read_calibration(path)
 
 
 def load_step_model(
@@ -196,7 +211,7 @@ def load_step_model(
         raise UserError("a step model needs --profile, or --gpu and --model")
     if weight_bytes_per_param == 2.0 and kv_bytes_per_element == 2.0:
         for name, path in bundled_profiles():
-            calibration = read_calibration(path)
+            calibration = _read(path)
             if not mismatch(calibration, gpu, model, tensor_parallel_size):
                 return LoadedStepModel(calibration.step_model(context), calibration, name)
     calibration = Calibration(

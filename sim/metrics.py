@@ -158,13 +158,14 @@ def weighted_stats(
         return _nothing(percentiles)
     values = values_ns / NS_PER_MS
     weights = counts.astype(float)
-    mean = float(values @ weights) / total
+    # Not `@`: BLAS sums in as many parts as it has threads, and the last bit with it.
+    mean = float(np.sum(values * weights)) / total
     asked = weighted_percentile(values, counts, [50.0, *percentiles])
     return Stats(
         count=total,
         mean_ms=mean,
         median_ms=float(asked[0]),
-        std_ms=float(np.sqrt(((values - mean) ** 2) @ weights / total)),
+        std_ms=float(np.sqrt(np.sum((values - mean) ** 2 * weights) / total)),
         max_ms=float(values[counts > 0][-1]),
         percentiles=tuple(
             (p, float(value)) for p, value in zip(percentiles, asked[1:], strict=True)

@@ -26,36 +26,47 @@ class StateTotal:
     def __init__(self, start_ns: int, end_ns: int) -> None:
         self._span_ns = end_ns - start_ns
         self._until = np.array([start_ns, end_ns], dtype=float)
-        self._integral = np.zeros(2)
+        self._integral = [0.0, 0.0]
         self._at: int | None = (
             None  # the last change so far, the value from there on, the sum up to it
         )
         self._value = self._sum = 0.0
         self.peak = -np.inf
 
-    def add(self, at_ns: Int64Array, value: npt.NDArray[np.generic]) -> None:
-        """The next changes: from `at_ns[i]` on it is `value[i]`; ascending, both of shape (k,)."""
+    def add(
+        self,
+        at_ns: Int64Array,
+        value: npt.NDArray[np.generic],
+        widths_ns: FloatArray | None = None,
+    ) -> None:
+        """The next changes: from `at_ns[i]` on it is `value[i]`; ascending, both of shape (k,).
+
+        `widths_ns`: the k - 1 differences of `at_ns`, for who adds several values with the same times.
+        """
         if not len(at_ns):
             return
-        first = at_ns[0] if self._at is None else self._at
-        at = np.concatenate([[first], at_ns])
-        values = np.concatenate([[self._value], value])
-        # cumsum adds one after the other, so a sum carried over is the sum in one piece.
-        total = np.cumsum(np.concatenate([[self._sum], values[:-1] * np.diff(at)]))
-        segment = np.searchsorted(at_ns, self._until, side="right")
-        for which in np.flatnonzero(segment > 0).tolist():
-            place = segment[which]
-            beyond = self._until[which] - at[place]
-            self._integral[which] = total[place] + values[place] * beyond
-        self._at, self._value, self._sum = int(at[-1]), float(values[-1]), float(total[-1])
-        self.peak = max(self.peak, float(values[1:].max()))
+        before = at_ns[0] if self._at is None else self._at
+        total = np.empty(len(at_ns))
+        total[0] = self._sum + self._value * (at_ns[0] - before)
+        widths = np.diff(at_ns).astype(float) if widths_ns is None else widths_ns
+        np.multiply(value[:-1], widths, out=total[1:], dtype=float)
+        # One after the other, so that a sum carried over is the sum in one piece.
+        np.cumsum(total, out=total)
+        for which, until in enumerate(self._until):
+            place = int(np.searchsorted(at_ns, until, side="right")) - 1
+            if place >= 0:
+                self._integral[which] = float(
+                    total[place] + float(value[place]) * (until - at_ns[place])
+                )
+        self._at, self._value, self._sum = int(at_ns[-1]), float(value[-1]), float(total[-1])
+        self.peak = max(self.peak, float(value.max()))
 
     @property
     def mean(self) -> float | None:
         """Time-weighted; None if the span is empty or nothing was added."""
         if self._span_ns <= 0 or self._at is None:
             return None
-        return float(self._integral[1] - self._integral[0]) / self._span_ns
+        return (self._integral[1] - self._integral[0]) / self._span_ns
 
 
 def in_one_pass(run: Run) -> bool:
@@ -74,21 +85,27 @@ def state_totals(run: Run, start_ns: int, end_ns: int) -> tuple[Mapping[str, Sta
     }
     largest_share = 0.0
     for piece, moment, at_ns in _changes(run):
-        steps = {name: column[piece] for name, column in run.steps.items()}
-        blocks = steps["kv_blocks_used"]
+        blocks = run.steps["kv_blocks_used"][piece]
         slots = blocks.astype(np.int64) * run.block_size
+        wasted = slots - run.steps["kv_tokens_used"][piece]
         states: dict[str, Column] = {
             "blocks": blocks,
-            "wasted": slots - steps["kv_tokens_used"],
-            "running": steps["running"],
-            "waiting": steps["waiting"],
+            "wasted": wasted,
+            "running": run.steps["running"][piece],
+            "waiting": run.steps["waiting"][piece],
         }
-        share = states["wasted"].astype(float) / np.maximum(slots.astype(float), 1)
+        share = np.divide(wasted, np.maximum(slots, 1), dtype=float)
         largest_share = max(largest_share, float(share.max(initial=0.0)))
+        widths = np.diff(at_ns).astype(float)
         for name, state in states.items():
             # Where nobody is in flight the state is 0.
-            totals[name].add(at_ns, np.insert(state.astype(float), moment, 0.0))
+            totals[name].add(at_ns, _with(state, moment, 0), widths)
     return totals, largest_share
+
+
+def _with(values: Column, before: Int64Array, what: Int64Array | int) -> Column:
+    """`values` with `what` put in before the given places."""
+    return np.insert(values, before, what) if len(before) else values
 
 
 def _changes(run: Run) -> Iterator[tuple[slice, Int64Array, Int64Array]]:
@@ -105,4 +122,4 @@ def _changes(run: Run) -> Iterator[tuple[slice, Int64Array, Int64Array]]:
             len(before) if high == len(start) else int(np.searchsorted(before, high, side="left")),
         )
         moment = before[here] - low
-        yield slice(low, high), moment, np.insert(start[low:high], moment, idle_from[here])
+        yield slice(low, high), moment, _with(start[low:high], moment, idle_from[here])

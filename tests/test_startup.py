@@ -11,6 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vsim.errors import UserError
+from vsim.models import load
+from vsim.models.artifact import read_calibration
 from vsim.traces.arrow import to_arrow, to_numpy
 
 AZURE = Path(__file__).parent.parent / "traces" / "azure2023_conv.csv"
@@ -76,3 +79,20 @@ def test_nulls_are_left_to_arrows_own_conversion() -> None:
     import pyarrow as pa
 
     assert np.isnan(to_numpy(pa.array([1, None]))[1])
+
+
+def test_a_profile_is_parsed_once_until_its_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = next(path for _, path in load.bundled_profiles()).read_text()
+    profile = tmp_path / "mine.json"
+    profile.write_text(text)
+    parsed = []
+    monkeypatch.setattr(load, "read_calibration", lambda p: parsed.append(p) or read_calibration(p))
+    first = load.read_profile(profile)[1]
+    assert load.read_profile(profile)[1] is first and len(parsed) == 1
+    profile.write_text(text.replace('"schema"', '"label": "new", "schema"', 1))
+    assert load.read_profile(profile)[1] is not first and len(parsed) == 2
+    profile.unlink()
+    with pytest.raises(UserError, match="neither a file"):
+        load.read_profile(profile)
