@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -81,6 +82,7 @@ class Range:
 Choices = list[Value] | Range
 
 
+@functools.cache
 def dimensions() -> dict[str, type]:
     """Every setting that can vary, by vLLM's flag name, with its type: model, gpu, engine flags, load."""
     found: dict[str, type] = {}
