@@ -244,6 +244,10 @@ def replay(
         progress.done()
     summary = summarize(run, metric_percentiles, slo)
     gpus = deployment.gpus_per_replica * replicas
+    if fleet_spec is not None:
+        from vsim.sim.fleet.describe import fleet_summary
+
+        summary |= fleet_summary(run)
     summary |= bill(run, summary, price_list, deployment.gpu.name, gpus, replicas)
     if out is not None:
         write_run(run, out, summary, report=report, overwrite=overwrite)

@@ -53,6 +53,7 @@ STEP_COLUMNS: dict[str, str] = {
 OPTIONAL_REQUEST_COLUMNS: dict[str, str] = {
     "replica": "int32",  # which replica served the request, -1: none
     "network_ns": "int64",  # one way between client and fleet
+    "attempts": "int32",  # times a replica was asked; the marks are the last attempt's
 }
 OPTIONAL_STEP_COLUMNS: dict[str, str] = {
     "emitted": "int32",  # output tokens handed to clients at end_ns

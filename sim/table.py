@@ -37,6 +37,7 @@ def render_table(summary: Mapping[str, Any]) -> str:
     lines += _interval_table(summary)
     lines += _section("KV Cache and Scheduling", engine_rows(summary))
     lines += bill_lines(summary)
+    lines += fleet_lines(summary)
     if summary["rejected_reasons"]:
         lines.append(_title("Rejected Requests", "-"))
         for reason, count in summary["rejected_reasons"].items():
@@ -166,6 +167,18 @@ def bill_lines(s: Mapping[str, Any]) -> list[str]:
     if "prices" in s:
         lines += _wrapped(plain(s["prices"]))
     return lines
+
+
+def fleet_lines(s: Mapping[str, Any]) -> list[str]:
+    """What a fleet file's limits, failures and retries did (`sim/fleet/describe.py`)."""
+    if "events" not in s:
+        return []
+    from vsim.sim.fleet.describe import event_lines, fleet_rows
+
+    lines, rows = event_lines(s, 80), fleet_rows(s)
+    if rows:
+        lines = [_row(label, value) for label, value in rows] + lines
+    return [_title("Fleet", "-"), *lines] if lines else []
 
 
 def _swapped(s: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -122,6 +122,10 @@ def idle_after(
     """Is nobody in flight from this step's end until the next step starts? Shape (steps,)."""
     requests = run.requests
     sent, ended = requests["sent_ns"], requests["finish_ns"]
+    if "network_ns" in requests:
+        # The engine has a request between its ways there and back.
+        way = requests["network_ns"]
+        sent, ended = np.where(sent >= 0, sent + way, -1), np.where(ended >= 0, ended - way, -1)
     if replica is not None and "replica" in requests:
         sent, ended = sent[requests["replica"] == replica], ended[requests["replica"] == replica]
     sent, ended = np.sort(sent[sent >= 0]), np.sort(ended[ended >= 0])

@@ -17,7 +17,7 @@ from vsim.sim.fleet.simulate import simulate_fleet
 from vsim.sim.fleet.spec import Admission, FleetSpec, Network
 from vsim.sim.router import ROUTES, named_route
 from vsim.sim.run import FINISHED, REJECTED, Run
-from vsim.sim.summary import rejected_reasons
+from vsim.sim.summary import rejected_reasons, summarize
 from vsim.traces.trace import Trace
 
 ONE_AT_A_TIME = SchedulerConfig(max_num_seqs=1, enable_prefix_caching=False)
@@ -129,6 +129,17 @@ def test_a_network_shifts_what_the_client_sees_and_nothing_else() -> None:
     assert (far.requests["finish_ns"] - near.requests["finish_ns"] == 2 * way).all()
     assert (far.requests["network_ns"] == way).all()
     assert far.itl_ns.tolist() == near.itl_ns.tolist()
+
+
+def test_the_network_leaves_the_engines_own_timeline_alone() -> None:
+    trace = poisson(rate=5.0)
+    near = summarize(fleet(trace, FleetSpec(replicas=1)))
+    far = summarize(fleet(trace, FleetSpec(replicas=1, network=Network(latency_s=0.040))))
+    for name in ("kv_blocks_used_peak", "running_peak", "num_steps"):
+        assert near[name] == far[name]
+    # The same usage, over a run that is 80 ms longer.
+    held = [s["kv_usage_mean"] * s["duration"] for s in (near, far)]
+    assert held[1] == pytest.approx(held[0], rel=1e-9)
 
 
 def test_in_a_closed_loop_the_next_request_waits_for_the_answers_way_back() -> None:

@@ -48,13 +48,18 @@ class Section:
         line = self._lines.get(key, self.line)
         return UserError(f"{self.file}:{line}: {self._dotted(key)} {rule}")
 
+    def missing(self, keys: str, example: str) -> UserError:
+        """An error about keys that should be there."""
+        where = f"{self.path} needs" if self.path else "it needs"
+        return UserError(f"{self.file}:{self.line}: {where} {keys}, for example {example}")
+
     def number(
         self,
         key: str,
         default: float,
         *,
         least: float = 0.0,
-        most: float = math.inf,
+        most: float = 1e15,
         positive: bool = False,
     ) -> float:
         """A finite number, `default` where the key is missing."""
@@ -63,7 +68,7 @@ class Section:
     def number_or_none(
         self, key: str, *, least: float = 0.0, positive: bool = False
     ) -> float | None:
-        return None if key not in self else self._number(key, least, math.inf, positive)
+        return None if key not in self else self._number(key, least, 1e9, positive)
 
     def integer(self, key: str, default: int, *, least: int = 0, most: int = 1 << 40) -> int:
         found = self.integer_or_none(key, least=least, most=most)

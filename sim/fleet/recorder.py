@@ -81,6 +81,8 @@ class FleetRecorder(Recorder):
     def request_columns(self, client: dict[str, Column]) -> dict[str, Column]:
         columns = super().request_columns(client)
         kinds = OPTIONAL_REQUEST_COLUMNS
+        if self.attempts is not None:
+            columns["attempts"] = np.asarray(self.attempts, dtype=kinds["attempts"])
         if self.one_way_ns is not None:
             way = np.asarray(self.one_way_ns, dtype=kinds["network_ns"])
             columns["network_ns"] = way

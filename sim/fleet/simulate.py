@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
@@ -16,14 +17,11 @@ from vsim.sim.cluster import ReplicaSpec
 from vsim.sim.engine import NS, Replica, make_scheduler
 from vsim.sim.fleet import spec as says
 from vsim.sim.fleet.recorder import FleetRecorder
-from vsim.sim.fleet.spec import FleetSpec
+from vsim.sim.fleet.spec import FleetSpec, Outage
 from vsim.sim.router import Route, round_robin
 from vsim.sim.run import Run
 from vsim.sim.scheduler import EngineDiedError, Scheduler
 from vsim.traces.trace import Trace, TraceRequest
-
-# A replica's life. Only one that is UP gets requests.
-UP, DRAINING, DOWN = range(3)
 
 
 @dataclass(slots=True)
@@ -32,9 +30,15 @@ class Slot:
 
     number: int
     engine: Replica
-    state: int = UP
     process: simpy.Process | None = None
+    down: bool = False
+    draining: bool = False
     requests: dict[int, None] = field(default_factory=dict)  # sent here and not ended, in order
+
+    @property
+    def takes(self) -> bool:
+        """Does it get requests?"""
+        return not self.down and not self.draining
 
 
 def simulate_fleet(
@@ -82,7 +86,14 @@ class _Fleet:
         self.limits = fleet.admission
         self.env = simpy.Environment(initial_time=0)
         way = one_way_ns(fleet.network, len(trace), seed)
-        self.recorder = FleetRecorder(trace, fleet.slots, way)
+        self.retry = fleet.retry
+        self.recorder = FleetRecorder(
+            trace,
+            fleet.slots,
+            way,
+            breaks=bool(fleet.failures),
+            retries=bool(fleet.failures) or fleet.retry.attempts > 1,
+        )
         self.client = Client(self.env, trace, self._send, max_concurrency)
         self.slots: list[Slot] = []
         self.schedulers: list[Scheduler] = []  # of all engines that ever ran
@@ -105,6 +116,10 @@ class _Fleet:
         self.env.process(self.client.run())
         for slot in self.slots:
             self._start(slot)
+        for outage in self.spec.failures:
+            self.env.process(self._failure(outage))
+        for outage in self.spec.drains:
+            self.env.process(self._drain(outage))
         ended_early = None
         try:
             self.env.run()
@@ -136,7 +151,63 @@ class _Fleet:
         return engine
 
     def _start(self, slot: Slot) -> None:
-        slot.process = self.env.process(slot.engine.run())
+        slot.process = self.env.process(_until_killed(slot.engine))
+
+    # --- replicas go and come ----------------------------------------------------------------------
+
+    def _failure(self, outage: Outage) -> Generator[simpy.Event, Any, None]:
+        yield self.env.timeout(round(outage.at_s * NS))
+        slot = self.slots[outage.replica]
+        if self._all_ended:
+            return
+        self._fail(slot)
+        if outage.for_s is None:
+            return
+        yield self.env.timeout(round(outage.for_s * NS))
+        if self._all_ended:
+            return
+        slot.engine, slot.down = self._engine(slot.number), False
+        self._start(slot)
+        self.recorder.event(int(self.env.now), "replica_up", slot.number)
+        self._release()
+
+    def _fail(self, slot: Slot) -> None:
+        """The replica is gone, with its KV cache and all that it had under way."""
+        assert slot.process is not None
+        slot.process.interrupt()
+        slot.down = True
+        victims, slot.requests = list(slot.requests), {}
+        self.recorder.event(
+            int(self.env.now), "replica_down", slot.number, f"{len(victims)} requests lost"
+        )
+        for index in victims:
+            del self.place[index]
+            self.recorder.broke_off(index)
+            if not self._try_again(index):
+                self.recorder.gave_up(index, says.REPLICA_FAILED, int(self.env.now))
+                self._over(index)
+
+    def _drain(self, outage: Outage) -> Generator[simpy.Event, Any, None]:
+        yield self.env.timeout(round(outage.at_s * NS))
+        slot = self.slots[outage.replica]
+        if self._all_ended:
+            return
+        slot.draining = True
+        self.recorder.event(
+            int(self.env.now), "drain_begins", slot.number, f"{len(slot.requests)} requests left"
+        )
+        if outage.for_s is None:
+            return
+        yield self.env.timeout(round(outage.for_s * NS))
+        if self._all_ended:
+            return
+        slot.draining = False
+        self.recorder.event(int(self.env.now), "drain_ends", slot.number)
+        self._release()
+
+    @property
+    def _all_ended(self) -> bool:
+        return self.client.num_ended == len(self.trace)
 
     # --- a request's way ---------------------------------------------------------------------------
 
@@ -159,7 +230,7 @@ class _Fleet:
             if self.limits.when_full == "wait":
                 self.held.append(index)
             else:
-                some = any(slot.state == UP for slot in self.slots)
+                some = any(slot.takes for slot in self.slots)
                 self._reject(index, says.FLEET_FULL if some else says.NO_REPLICA)
             return
         engines = [slot.engine for slot in open_slots]
@@ -167,9 +238,12 @@ class _Fleet:
         slot = open_slots[chosen]
         if self.recorder.replica is not None:
             self.recorder.replica[index] = slot.number
+        if self.recorder.attempts is not None:
+            self.recorder.attempts[index] += 1
         refusal = self._refusal(slot, index)
         if refusal is not None:
-            self._reject(index, refusal)
+            if not (self.retry.refused and self._try_again(index)):
+                self._reject(index, refusal)
             return
         slot.requests[index] = None
         self.place[index] = slot
@@ -181,7 +255,7 @@ class _Fleet:
         return [
             slot
             for slot in self.slots
-            if slot.state == UP and (most is None or slot.engine.in_flight < most)
+            if slot.takes and (most is None or slot.engine.in_flight < most)
         ]
 
     def _refusal(self, slot: Slot, index: int) -> str | None:
@@ -200,13 +274,25 @@ class _Fleet:
             return says.QUEUE_FULL
         return None
 
+    def _try_again(self, index: int) -> bool:
+        """An attempt came to nothing: is there another one?"""
+        attempts = self.recorder.attempts
+        if attempts is None or attempts[index] >= self.retry.attempts:
+            return False
+        self.recorder.again(index)
+        self._after(round(self.retry.delay_s * NS), self._pass_on, index)
+        return True
+
     def _reject(self, index: int, reason: str) -> None:
         self.recorder.rejected(index, reason, int(self.env.now))
         self._over(index)
 
     def _ended(self, index: int) -> None:
         """The replica is through with a request: served, or refused as too long."""
-        del self.place.pop(index).requests[index]
+        slot = self.place.pop(index)
+        del slot.requests[index]
+        if slot.draining and not slot.requests:
+            self.recorder.event(int(self.env.now), "drained", slot.number)
         self._over(index)
         self._release()
 
@@ -259,6 +345,9 @@ class _Fleet:
         if config.kv_offload is not None:
             counters["offload_loaded_blocks"] = recorder.loaded_blocks
             counters["offload_stored_blocks"] = recorder.stored_blocks
+        if self.spec.failures:
+            counters["lost_tokens"] = recorder.lost_tokens
+            counters["lost_output_tokens"] = recorder.lost_output_tokens
         itl_ns, itl_count = recorder.gaps()
         return Run(
             origin="simulated",
@@ -273,9 +362,22 @@ class _Fleet:
             counters=dict(counters),
             preemption_spans=recorder.spans(),
             events=tuple(recorder.events),
-            end_ns=int(self.env.now),
+            end_ns=self._end_ns(),
             ended_early=ended_early,
         )
+
+    def _end_ns(self) -> int:
+        """When the last thing happened; timers of failures to come after the last request are none."""
+        if not self.spec.failures and not self.spec.drains:
+            return int(self.env.now)
+        recorder, way = self.recorder, self.recorder.one_way_ns
+        ends = [t + (0 if way is None else way[i]) for i, t in enumerate(recorder.finish_ns)]
+        return max([0, *ends, *recorder.steps["end_ns"], *(e.at_ns for e in recorder.events)])
+
+
+def _until_killed(engine: Replica) -> Generator[simpy.Event, Any, None]:
+    with contextlib.suppress(simpy.Interrupt):
+        yield from engine.run()
 
 
 def _waiting(engine: Replica) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -46,6 +47,31 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True)
+class Outage:
+    """Replica `replica` is out from `at_s` on, for `for_s` seconds (None: for good)."""
+
+    replica: int
+    at_s: float
+    for_s: float | None = None
+
+    @property
+    def end_s(self) -> float:
+        return math.inf if self.for_s is None else self.at_s + self.for_s
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """A request is tried `attempts` times in all, `delay_s` after an attempt broke off.
+
+    With `refused`, also after a replica refused it (a 503); otherwise only when its replica failed.
+    """
+
+    attempts: int = 1
+    delay_s: float = 0.0
+    refused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class FleetSpec:
     """A fleet file. `replicas` and `route` None: left to the command line. `name`: the file's, for messages."""
 
@@ -54,6 +80,9 @@ class FleetSpec:
     route: str | None = None
     network: Network = field(default_factory=Network)
     admission: Admission = field(default_factory=Admission)
+    failures: tuple[Outage, ...] = ()
+    drains: tuple[Outage, ...] = ()
+    retry: Retry = field(default_factory=Retry)
 
     @property
     def is_plain(self) -> bool:
@@ -95,6 +124,17 @@ class FleetSpec:
                     else ""
                 )
                 + "; latencies are the client's, so TTFT holds both ways"
+            )
+        if self.failures:
+            again = (
+                f"are tried again, up to {self.retry.attempts} times in all, and the latency counts from the "
+                "first"
+                if self.retry.attempts > 1
+                else "are not tried again"
+            )
+            said.append(
+                "a replica that fails loses its KV cache and its requests at once (nobody needs time to "
+                f"notice); these {again}"
             )
         return said
 
