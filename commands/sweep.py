@@ -84,6 +84,9 @@ class Progress:
     help="Number that ranks the rows shown at the end.  [default: cost, goodput or TTFT]",
 )
 @click.option(
+    "--show", multiple=True, metavar="COLUMN", help="One more number in the rows shown at the end."
+)
+@click.option(
     "--top", type=click.IntRange(min=0), default=5, show_default=True, help="Rows shown at the end."
 )
 @click.option(
@@ -115,6 +118,7 @@ def sweep(
     goodput: tuple[str, ...],
     prices: Path | None,
     sort_by: str | None,
+    show: tuple[str, ...],
     top: int,
     out: Path,
     jobs: int | None,
@@ -131,7 +135,7 @@ def sweep(
     from vsim.sim.metrics import parse_goodput
     from vsim.sim.sweep import Workers
     from vsim.sim.sweep import sweep as run_sweep
-    from vsim.sim.sweep_best import render_best, sort_key
+    from vsim.sim.sweep_best import check_numbers, render_best, sort_key
     from vsim.sim.sweep_point import Asked
     from vsim.sim.sweep_space import Choices, parse_vary, points_of, read_grid
     from vsim.traces.readers import read_trace
@@ -154,7 +158,8 @@ def sweep(
     points = points_of(_checked_fixed(fixed), space, count, seed)
     asked = Asked(metric_percentiles, parse_goodput(goodput))
     price_list = read_prices(prices) if prices is not None else None
-    key = sort_key(sort_by, asked, price_list is not None)
+    key = sort_key(sort_by, list(space), asked, price_list is not None)
+    check_numbers("--show", show, asked, price_list is not None)
     if jobs is None and backend in ("loky", "threading"):
         jobs = 1
     requests = read_trace(trace, limit=limit, **reading)
@@ -175,7 +180,7 @@ def sweep(
     refused = f", {counted['refused']:,} refused (column reason says why)" * bool(
         counted["refused"]
     )
-    click.echo(render_best(out, list(space), asked, key, top), nl=False)
+    click.echo(render_best(out, list(space), asked, key, show, top), nl=False)
     if price_list is not None and top > 0:
         click.echo(price_list.told)
     click.echo(f"Wrote {out}: {len(points):,} points{kept}{refused}")

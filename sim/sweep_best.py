@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from vsim.sim.metrics import percentile_word
 from vsim.sim.run import REQUEST_COLUMNS, STEP_COLUMNS, Run
 from vsim.sim.summary import summarize
 from vsim.sim.sweep_point import DONE, Asked, numbers_of
+from vsim.sim.sweep_space import dimensions
 from vsim.sim.text import number, percent, plain, short
 from vsim.traces.options import printable
 
@@ -22,16 +24,25 @@ _LARGEST = ("throughput", "goodput", "completed", "hit_rate", "tokens_per_s")
 MAX_WIDTH = 30  # of a setting's value: a model's folder may have a long name
 
 
-def sort_key(name: str | None, asked: Asked, priced: bool) -> str:
+def sort_key(name: str | None, varied: Sequence[str], asked: Asked, priced: bool) -> str:
     """The number by which a sweep's rows are ranked: `name`, or the default.
 
-    That is the cost per million output tokens where there are prices, else goodput where it was asked for,
-    else the TTFT percentile nearest to p95. Raises UserError for a name that the table will not have.
+    A varied setting that is a number will do, too, and "point", the order of the grid. The default is the
+    cost per million output tokens where there are prices, else goodput where it was asked for, else the
+    TTFT percentile nearest to p95. Raises UserError for a name that the table will not have.
     """
     if name is None:
         if priced:
             return "cost_per_million_output_tokens"
         return "request_goodput" if asked.goodput else f"{_tail(asked)}_ttft_ms"
+    kinds = dimensions()
+    if name != "point" and not (name in varied and kinds[name] in (int, float)):
+        check_numbers("--sort-by", (name,), asked, priced)
+    return name
+
+
+def check_numbers(option: str, names: Sequence[str], asked: Asked, priced: bool) -> None:
+    """Raises UserError unless each of `names` will be a number of the sweep's table."""
     nothing = Run(
         origin="simulated",
         requests={key: np.empty(0, kind) for key, kind in REQUEST_COLUMNS.items()},
@@ -43,19 +54,24 @@ def sort_key(name: str | None, asked: Asked, priced: bool) -> str:
     )
     known = [*numbers_of(summarize(nothing, asked.percentiles, asked.goodput)), "gpus", "gpu_hours"]
     known += COST_KEYS if priced else ()
-    if name not in known:
-        raise UserError(
-            f"--sort-by {printable(name)}: the table has no such number; it has {', '.join(known)}"
-        )
-    return name
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+            hint = f"it has {', '.join(near)}" if near else "docs/metrics.md lists them"
+            raise UserError(f"{option} {printable(name)}: the table has no such number; {hint}")
 
 
 def render_best(
-    path: str | Path, varied: Sequence[str], asked: Asked, key: str, top: int = 5
+    path: str | Path,
+    varied: Sequence[str],
+    asked: Asked,
+    key: str,
+    show: Sequence[str] = (),
+    top: int = 5,
 ) -> str:
     """The `top` best of the finished rows of the table at `path` by `key`, as text ending in a newline.
 
-    `varied`: settings that differ between points, shown first.
+    `varied`: settings that differ between points, shown first; `show`: further numbers, shown last.
     """
     import pyarrow.parquet as pq
 
@@ -63,7 +79,7 @@ def render_best(
     done = [row for row in rows if row["status"] == DONE]
     lines: list[str] = []
     if done and top > 0:
-        lines = [*_best(done, key, varied, _tail(asked), top), ""]
+        lines = [*_best(done, key, varied, show, _tail(asked), top), ""]
     if rows and not done:
         lines += [f"Every point was refused; the first: {plain(rows[0]['reason'])}", ""]
     if top > 0 and any(row["ended_early"] for row in done):
@@ -87,7 +103,12 @@ def _tenth(value: float | None) -> str:
 
 
 def _best(
-    rows: Sequence[Mapping[str, Any]], key: str, varied: Sequence[str], tail: str, top: int
+    rows: Sequence[Mapping[str, Any]],
+    key: str,
+    varied: Sequence[str],
+    show: Sequence[str],
+    tail: str,
+    top: int,
 ) -> list[str]:
     sign = -1 if any(word in key for word in _LARGEST) else 1
     order = sorted(rows, key=lambda row: (row[key] is None, sign * (row[key] or 0), row["point"]))
@@ -104,9 +125,10 @@ def _best(
         currency = plain(rows[0]["currency"])
         shown.append(("cost_per_month", f"{currency}/month", _rounded))
         shown.append(("cost_per_million_output_tokens", f"{currency}/Mtok out", short))
-    if key not in [name for name, _, _ in shown]:
-        shown.append((key, key, short))
     settings = [name for name in varied if name in rows[0]]
+    for name in (key, *show):
+        if name not in ("point", *settings, *(known for known, _, _ in shown)):
+            shown.append((name, name, short))
     cells = [["point", *settings, *(title for _, title, _ in shown)]]
     for row in order[:top]:
         mark = " *" if row["ended_early"] else ""

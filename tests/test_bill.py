@@ -153,11 +153,20 @@ def test_a_sweep_ends_with_its_best_rows_and_where_the_table_lies(
     assert [line.split()[1:3] for line in lines[2:4]] == [["a100", "1"], ["h100", "1"]]
     code, said, _ = call(*base, *vary, "--sort-by", "output_throughput", "--top", "1")
     assert code == 0 and "largest first" in said
+    by_point = ("--sort-by", "point", "--show", "kv_usage_peak", "--top", "3")
+    code, said, _ = call(*base, *vary, *by_point)
+    lines = said.splitlines()
+    assert [line.split()[0] for line in lines[1:5]] == ["point", "0", "1", "2"]
+    assert lines[1].split()[-1] == "kv_usage_peak"
+    code, said, _ = call(*base, *vary, "--sort-by", "replicas", "--top", "2")
+    assert [line.split()[2] for line in said.splitlines()[2:4]] == ["1", "1"]
     code, said, _ = call(*base, *vary, "--top", "0")
     assert said == f"Wrote {out}: 4 points, 4 of them from the journal\n"
     for name in ("p95_ttft", "cost_per_month", "block_size; drop"):
         code, said, err = call(*base, *vary, "--sort-by", name)
         assert code == 2 and said == "" and name in err and err.count("\n") == 1
+    code, said, err = call(*base, *vary, "--sort-by", "gpu")
+    assert code == 2 and "no such number" in err
 
 
 def test_a_sweep_of_refusals_says_the_first_reason(call, trace_file: Path, tmp_path: Path) -> None:  # noqa: F811
