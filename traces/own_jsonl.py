@@ -13,12 +13,14 @@ from vsim.traces.draft import MAX_TOKENS, Draft, choose_unit, times_from_numbers
 from vsim.traces.files import TraceFile
 from vsim.traces.options import Report, RowError
 from vsim.traces.outcome import attach_aborted, attach_caps, is_aborted, output_tokens
+from vsim.traces.plain_rows import PlainRows, read_plain_rows
 from vsim.traces.prefix import fit_block_tokens
 from vsim.traces.trace import Int64Array
 
 SCHEMA = "vsim/trace/1"
 NO_IDS: list[int] = []  # one for all rows without: a million empty lists cost more than the rows
 DEFAULT_HASH_BLOCK_TOKENS = 16  # vLLM's own block size
+_LARGEST = {"timestamp_ns": MAX_NS, "input_tokens": MAX_TOKENS, "output_tokens": MAX_TOKENS}
 
 
 def read_own_jsonl(file: TraceFile, report: Report) -> Draft:
@@ -37,6 +39,10 @@ def read_jsonl(
     def of(ours: str) -> str:
         return names.get(ours, ours)
 
+    if not names and (report.options.hash_block_tokens or 1) >= 1:
+        plain_rows = read_plain_rows(file, report, _LARGEST, "output_tokens", _is_header)
+        if plain_rows is not None:
+            return _plain_draft(plain_rows, report)
     styles: dict[bool, int] = {}  # do dates name a zone -> first such line
     f_time, f_ns, f_in, f_out, f_max = (
         of(name)
@@ -167,10 +173,32 @@ def read_jsonl(
     )
     attach_caps(draft, caps)
     _attach(draft, rest, report, told="schema" in header)
+    _take_over(draft, header, report)
+    return draft
+
+
+def _take_over(draft: Draft, header: dict[str, Any], report: Report) -> None:
+    """What the describing first line tells of the trace's origin."""
     for sentence in header.get("assumptions", []):
         report.assume(sentence)
     report.dropped.update(header.get("dropped", {}))
     draft.extra.update({name: header[name] for name in ("source", "origin_ns") if name in header})
+
+
+def _is_header(row: dict[str, Any]) -> bool:
+    return "schema" in row
+
+
+def _plain_draft(rows: PlainRows, report: Report) -> Draft:
+    """Rows of three sound integers, with nothing else to look at."""
+    header = {} if rows.header is None else _header(rows.header, report, 1)
+    draft = Draft(
+        time_ns=rows.columns["timestamp_ns"],
+        prompt=rows.columns["input_tokens"],
+        output=rows.columns["output_tokens"],
+        first_line=rows.first_line,
+    )
+    _take_over(draft, header, report)
     return draft
 
 
