@@ -1,6 +1,7 @@
 """How fast vsim is, in one command: named workloads, growth, the reference path, sweeps, and peers.
 
-    python benchmarks/replay_speed.py [--quick] [--huge] [--json FILE] [--only NAME,NAME] [--peer-python PATH]
+    python benchmarks/replay_speed.py [--quick] [--huge] [--json FILE] [--page FILE.md] [--only NAME,NAME]
+                                      [--peer-python PATH]
 
 Every measurement is a process of its own. Beside wall seconds stand CPU seconds: on a busy machine they
 say more. `--quick` takes a tenth of the requests and less; `--huge` adds ten million requests;
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,14 @@ import speed_peers
 from speed_workloads import AZURE, CALIBRATED, ROOT, WORKLOADS
 
 Row = dict[str, Any]
+SAID: list[str] = []  # of the part under way
 PARTS = ("workloads", "growth", "reference", "simpy", "shell", "sweep", "peers")
+
+
+def say(text: str = "", end: str = "\n") -> None:
+    """Print, and keep for `--page`."""
+    print(text, end=end, flush=True)
+    SAID.append(text + end)
 
 
 def child(workload: str, requests: int, path: str = "fast") -> Row:
@@ -62,31 +71,29 @@ def line(row: Row, name: str | None = None) -> str:
 
 
 def workloads(names: list[str], quick: bool) -> list[Row]:
-    print(
-        "\nWorkloads (requests/s and steps/s by CPU time; B/request: memory that the replay added)"
-    )
-    print(HEAD, flush=True)
+    say("\nWorkloads (requests/s and steps/s by CPU time; B/request: memory that the replay added)")
+    say(HEAD)
     rows = []
     for name in names:
         workload = WORKLOADS[name]
         row = child(name, workload.quick if quick else workload.requests)
         rows.append(row)
-        print(line(row), flush=True)
+        say(line(row))
     for name in names:
-        print(f"  {name}: {WORKLOADS[name].says}")
+        say(f"  {name}: {WORKLOADS[name].says}")
     return rows
 
 
 def growth(quick: bool, huge: bool) -> list[Row]:
     sizes = [1000, 10_000] if quick else [10_000, 100_000, 1_000_000] + [10_000_000] * huge
-    print("\nGrowth: Azure lengths, all sent at once, one replica, roofline of an A100")
-    print(HEAD, flush=True)
+    say("\nGrowth: Azure lengths, all sent at once, one replica, roofline of an A100")
+    say(HEAD)
     rows = []
     for size in sizes:
         rows.append(child("saturated", size))
-        print(line(rows[-1]), flush=True)
+        say(line(rows[-1]))
     costs = [row["cpu_s"] / row["requests"] for row in rows]
-    print(
+    say(
         f"  cost per request, largest / smallest: {max(costs) / min(costs):.2f}"
         f" ({min(costs) * 1e6:.1f} to {max(costs) * 1e6:.1f} us)"
     )
@@ -95,8 +102,8 @@ def growth(quick: bool, huge: bool) -> list[Row]:
 
 def reference(names: list[str], quick: bool) -> list[Row]:
     """The step-by-step path beside the fast one, on the same requests, one after the other."""
-    print("\nReference path beside the fast path (CPU seconds of the same requests)")
-    print(f"{'workload':16}{'requests':>11}{'fast':>9}{'reference':>11}{'ratio':>9}", flush=True)
+    say("\nReference path beside the fast path (CPU seconds of the same requests)")
+    say(f"{'workload':16}{'requests':>11}{'fast':>9}{'reference':>11}{'ratio':>9}")
     rows = []
     for name in names:
         count = WORKLOADS[name].reference // (4 if quick else 1)
@@ -104,17 +111,16 @@ def reference(names: list[str], quick: bool) -> list[Row]:
         slow = child(name, count, "reference")
         row = {"workload": name, "requests": fast["requests"], "fast": fast, "reference": slow}
         rows.append(row)
-        print(
+        say(
             f"{name:16}{fast['requests']:11,}{fast['cpu_s']:9.3f}{slow['cpu_s']:11.3f}"
             f"{slow['cpu_s'] / fast['cpu_s']:9.1f}",
-            flush=True,
         )
     return rows
 
 
 def simpy(quick: bool) -> Row:
     row = child("azure-roofline", 300 if quick else 2000, "simpy")
-    print(
+    say(
         f"\nSimPy's own share of the reference path ({row['requests']:,} Azure requests): {row['events']:,} events; as many "
         f"bare timeouts take {row['bare_events_cpu_s']:.2f} of {row['reference_cpu_s']:.2f} CPU s = {row['share']:.1%}"
     )
@@ -154,7 +160,7 @@ def shell(repeats: int = 3) -> Row:
         "with_files_and_report_wall_s": written["wall_s"],
         "python_and_numpy_wall_s": bare,
     }
-    print(
+    say(
         f"\nFrom the shell to the table, {CALIBRATED['gpu']}, calibrated, 19,366 requests: "
         f"median {statistics.median(row['wall_s']):.2f} s wall, {statistics.median(row['cpu_s']):.2f} s CPU "
         f"(of which Python and numpy alone {statistics.median(bare):.2f} s); with --out and report "
@@ -193,7 +199,7 @@ def sweep(quick: bool) -> Row:
         row = timed(command)
     points = 10 if quick else 1000
     row |= {"points": points, "requests": 1000 if quick else 19366}
-    print(
+    say(
         f"\nSweep: {points:,} variants of {row['requests']:,} requests on 2 cores: {row['wall_s']:.1f} s wall, "
         f"{row['cpu_s']:.1f} s CPU, {row['cpu_s'] / points:.3f} CPU s a variant"
     )
@@ -206,15 +212,14 @@ def peers(python: str, quick: bool) -> list[Row]:
     from vsim.sim.deployment import resolve
     from vsim.traces.arrivals import rerate
 
-    print(
+    say(
         "\nPeers: Azure conversation lengths, 6.45 requests/s, one replica, 8B-class model; start to result, s"
     )
     sizes = [2000] if quick else [2000, 19366, 100_000]
     ours = {size: child("azure-6.45", size) for size in sizes}
-    print(f"{'':24}" + "".join(f"{size:>12,}" for size in sizes))
-    print(
+    say(f"{'':24}" + "".join(f"{size:>12,}" for size in sizes))
+    say(
         f"{'vsim, here':24}" + "".join(f"{ours[size]['process_wall_s']:12.2f}" for size in sizes),
-        flush=True,
     )
     rows: list[Row] = [{"peer": "vsim", "workload": "azure-6.45", **row} for row in ours.values()]
     blocks = resolve(**WORKLOADS["azure-6.45"].deployment).scheduler.num_gpu_blocks
@@ -227,33 +232,33 @@ def peers(python: str, quick: bool) -> list[Row]:
             )
             rows.append({"peer": "dynamo replay", "workload": "azure-6.45", **found})
             cells.append(f"{found['wall_s']:12.2f}" if "wall_s" in found else f"{'failed':>12}")
-        print(f"{'dynamo replay, here':24}" + "".join(cells))
+        say(f"{'dynamo replay, here':24}" + "".join(cells))
         ratios = [
             row["wall_s"] / ours[row["requests"]]["process_wall_s"]
             for row in rows
             if row["peer"] != "vsim" and "wall_s" in row
         ]
-        print(f"{'  its time / ours':24}" + "".join(f"{ratio:12.1f}" for ratio in ratios))
-        print("  (its default polynomial for step times; our KV blocks, 16 tokens each)")
+        say(f"{'  its time / ours':24}" + "".join(f"{ratio:12.1f}" for ratio in ratios))
+        say("  (its default polynomial for step times; our KV blocks, 16 tokens each)")
         found = speed_peers.run_dynamo(python, identical(same), blocks, 64, same=True)
         rows.append({"peer": "dynamo replay", "workload": "identical", **found})
     else:
-        print(
+        say(
             "dynamo replay: not installed (pip install ai-dynamo ai-dynamo-runtime; --peer-python names another venv)"
         )
     for name in ("vidur", "tokensim", "blis"):
         if not any(name == found.lower() for found in speed_peers.others_found()):
-            print(f"{name}: not installed")
+            say(f"{name}: not installed")
         else:
-            print(f"{name}: installed, but this script knows no call to it")
-    print(
+            say(f"{name}: installed, but this script knows no call to it")
+    say(
         "Quoted, measured by others on a machine like this one (the issue that asked for this page):"
     )
     for name, figures in speed_peers.QUOTED.items():
-        print(f"  {name:22}" + "".join(f"{figures.get(size, '-'):>12}" for size in sizes))
+        say(f"  {name:22}" + "".join(f"{figures.get(size, '-'):>12}" for size in sizes))
     mine = child("identical", same)
     rows.append({"peer": "vsim", **mine})
-    print(
+    say(
         f"\n{same:,} identical requests, 1024/128 tokens, 64 in flight: vsim {mine['process_wall_s']:.2f} s here",
         end="",
     )
@@ -263,11 +268,11 @@ def peers(python: str, quick: bool) -> list[Row]:
         if row["peer"] != "vsim" and row["workload"] == "identical" and "wall_s" in row
     ]
     for row in theirs:
-        print(
+        say(
             f"; dynamo replay {row['wall_s']:.2f} s here ({row['wall_s'] / mine['process_wall_s']:.1f} times ours)",
             end="",
         )
-    print(f"; AISimulate publishes {speed_peers.AISIMULATE_S} s for 131,072 on its machine")
+    say(f"; AISimulate publishes {speed_peers.AISIMULATE_S} s for 131,072 on its machine")
     return rows
 
 
@@ -300,6 +305,24 @@ def machine() -> Row:
     }
 
 
+def title(here: Row) -> str:
+    return (
+        f"vsim {here['commit']}, {here['date']}, {here['cores']} x {here['cpu']}, Python {here['python']}, "
+        f"numpy {here['numpy']}, load average before {here['load_average'][0]:.1f}"
+    )
+
+
+def put_on_page(page: Path, part: str, text: str) -> None:
+    """Replace what stands between the marks of `part` in a Markdown page by `text`, as a code block."""
+    begin, end = f"<!-- figures: {part} -->\n", "<!-- end of figures -->"
+    before, mark, rest = page.read_text(encoding="utf-8").partition(begin)
+    if not mark or end not in rest:
+        sys.exit(f"{page} has no {begin.strip()} … {end}")
+    after = rest[rest.index(end) :]
+    block = f"```text\n{text.strip()}\n```\n"
+    page.write_text(f"{before}{begin}{block}{after}", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -311,6 +334,9 @@ def main() -> None:
         "--mooncake", type=Path, help="Mooncake's conversation trace; its head is bundled"
     )
     parser.add_argument("--peer-python", default=sys.executable, help="interpreter that has dynamo")
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE.md", help="put the figures into docs/performance.md"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     options = parser.parse_args()
     if options.mooncake is not None:
@@ -326,27 +352,25 @@ def main() -> None:
         only.add("workloads")
     names = named or list(WORKLOADS)
     here = machine()
-    print(
-        f"vsim {here['commit']}, {here['date']}, {here['cores']} x {here['cpu']}, Python {here['python']}, "
-        f"numpy {here['numpy']}, load average before {here['load_average'][0]:.1f}"
-    )
+    say(title(here))
     if here["load_average"][0] > 0.5:
-        print("This machine is busy: read the CPU seconds, and those with care.")
+        say("This machine is busy: read the CPU seconds, and those with care.")
     found: Row = {"machine": here}
-    if "workloads" in only:
-        found["workloads"] = workloads(names, options.quick)
-    if "growth" in only:
-        found["growth"] = growth(options.quick, options.huge)
-    if "reference" in only:
-        found["reference"] = reference(names, options.quick)
-    if "simpy" in only:
-        found["simpy"] = simpy(options.quick)
-    if "shell" in only:
-        found["shell"] = shell()
-    if "sweep" in only:
-        found["sweep"] = sweep(options.quick)
-    if "peers" in only:
-        found["peers"] = peers(options.peer_python, options.quick)
+    parts: dict[str, Callable[[], Any]] = {
+        "workloads": lambda: workloads(names, options.quick),
+        "growth": lambda: growth(options.quick, options.huge),
+        "reference": lambda: reference(names, options.quick),
+        "simpy": lambda: simpy(options.quick),
+        "shell": shell,
+        "sweep": lambda: sweep(options.quick),
+        "peers": lambda: peers(options.peer_python, options.quick),
+    }
+    for part, measure in parts.items():
+        if part in only:
+            SAID.clear()
+            found[part] = measure()
+            if options.page is not None:
+                put_on_page(options.page, part, f"{title(here)}\n{''.join(SAID)}")
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -73,3 +73,22 @@ def test_an_unknown_part_is_refused() -> None:
     command = [sys.executable, str(BENCHMARKS / "replay_speed.py"), "--only", "speed"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "known are workloads" in done.stderr
+
+
+def test_figures_go_between_their_marks_on_a_page(tmp_path: Path) -> None:
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        put_on_page = load("replay_speed").put_on_page
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    page = tmp_path / "page.md"
+    marks = "<!-- figures: {} -->\nold\n<!-- end of figures -->\n"
+    page.write_text(f"# Speed\n{marks.format('growth')}and\n{marks.format('sweep')}end\n")
+    put_on_page(page, "sweep", "1,000 in 3 s\n")
+    assert page.read_text() == (
+        f"# Speed\n{marks.format('growth')}and\n{marks.format('sweep')}end\n".replace(
+            "sweep -->\nold\n", "sweep -->\n```text\n1,000 in 3 s\n```\n"
+        )
+    )
+    with pytest.raises(SystemExit, match="shell"):
+        put_on_page(page, "shell", "2 s")
