@@ -184,7 +184,7 @@ def replay(
     TRACE is any known format, recognised by content (docs/traces.md). Flags are vLLM's; what is not given
     is resolved as vLLM 0.32 resolves it for this GPU and model, and the report says so.
     """
-    from vsim.sim.bill import bill
+    from vsim.sim.bill import bill, mean_replicas
     from vsim.sim.cost import read_prices
     from vsim.sim.deployment import resolve
     from vsim.sim.metrics import parse_goodput
@@ -242,8 +242,9 @@ def replay(
         )
     finally:
         progress.done()
+    replicas = run.counters.get("replica_slots", replicas)
     summary = summarize(run, metric_percentiles, slo)
-    gpus = deployment.gpus_per_replica * replicas
+    gpus = deployment.gpus_per_replica * mean_replicas(run, replicas)
     if fleet_spec is not None:
         from vsim.sim.fleet.describe import fleet_summary
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 from vsim.sim.cost import Prices, cost_of
@@ -14,19 +15,30 @@ from vsim.sim.text import number, plain, short
 PARTS = ("GPUs", "storage", "network", "other")
 
 
+def mean_replicas(run: Run, replicas: int) -> int | Fraction:
+    """Replicas paid for, over the run's time: `replicas`, unless autoscaling changed their number."""
+    paid_ns = run.counters.get("replica_ns")
+    return replicas if paid_ns is None or not run.end_ns else Fraction(paid_ns, run.end_ns)
+
+
 def bill(
-    run: Run, summary: Mapping[str, Any], prices: Prices | None, gpu: str, gpus: int, replicas: int
+    run: Run,
+    summary: Mapping[str, Any],
+    prices: Prices | None,
+    gpu: str,
+    gpus: int | Fraction,
+    replicas: int,
 ) -> dict[str, Any]:
     """Keys to put beside `summary`'s: GPUs, GPU-hours, and with `prices` the cost; JSON-ready.
 
-    `gpus`: of all `replicas` together, kept for the whole run. `per_replica` is there where there are
+    `gpus`: of all `replicas` together, kept for the whole run or on the mean over it. `per_replica` is there where there are
     several. Raises UserError if the prices lack this GPU.
     """
-    hours = gpus * summary["duration"] / 3600
+    hours = float(gpus) * summary["duration"] / 3600
     generated = summary["total_output_tokens"]
     found: dict[str, Any] = {
         "gpu_name": gpu,
-        "gpus": gpus,
+        "gpus": int(gpus) if gpus == int(gpus) else float(gpus),
         "replicas": replicas,
         "gpu_hours": hours,
         "gpu_hours_per_million_output_tokens": hours * 1e6 / generated if generated else None,
@@ -42,7 +54,10 @@ def bill(
 def bill_rows(s: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(label, value) of GPU time and, where there is one, cost."""
     rows = [
-        ("GPUs:", f"{number(s['gpus'])} x {s['gpu_name']}"),
+        (
+            "GPUs:" if isinstance(s["gpus"], int) else "GPUs, mean:",
+            f"{number(s['gpus'])} x {s['gpu_name']}",
+        ),
         ("GPU-hours of the run:", short(s["gpu_hours"])),
         ("GPU-hours per million output tokens:", short(s["gpu_hours_per_million_output_tokens"])),
     ]

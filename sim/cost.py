@@ -176,7 +176,7 @@ def read_prices(path: str | Path) -> Prices:
     )
 
 
-def cost_of(prices: Prices, gpu: str, gpus: int, summary: Mapping[str, Any]) -> Cost:
+def cost_of(prices: Prices, gpu: str, gpus: int | Fraction, summary: Mapping[str, Any]) -> Cost:
     """Cost of the run that `summary` tells of, on `gpus` GPUs of this kind; the rented hour is paid idle or busy.
 
     The month is 730 hours that go like the run: GPUs, storage, network (the run's traffic per hour, times

@@ -174,8 +174,10 @@ def replay(
             max_concurrency=load.max_concurrency,
             front_end=refuse,
             on_step=on_step,
+            gpus_per_replica=deployment.gpus_per_replica,
         )
         said += fleet.sentences()
+        replicas = run.counters.get("replica_slots", replicas)
     else:
         run = simulate_cluster(
             sent,
@@ -189,7 +191,10 @@ def replay(
             on_step=on_step,
         )
     if replicas > 1:
-        said.append(f"{replicas} replicas behind {route} routing; the router itself takes no time")
+        most = "up to " if "replica_slots" in run.counters else ""
+        said.append(
+            f"{most}{replicas} replicas behind {route} routing; the router itself takes no time"
+        )
     return dataclasses.replace(
         run,
         config=_config(deployment, load, sent, overlap_swaps)

@@ -15,6 +15,10 @@ MAX_EVENTS = 12  # shown in the table; summary.json has all
 WORDS = {
     "replica_down": "replica {} fails",
     "replica_up": "replica {} is back",
+    "replica_asked_for": "replica {} is asked for",
+    "replica_ready": "replica {} is ready",
+    "replica_leaves": "replica {} gets nothing new and leaves",
+    "replica_gone": "replica {} is gone",
     "drain_begins": "replica {} gets nothing new",
     "drained": "replica {} is drained",
     "drain_ends": "replica {} gets requests again",

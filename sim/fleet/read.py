@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from vsim.errors import UserError
+from vsim.sim.fleet.autoscale import METRICS, Autoscale
 from vsim.sim.fleet.located import Section, read_located
 from vsim.sim.fleet.spec import Admission, FleetSpec, Network, Outage, Retry
 from vsim.sim.router import named_route
@@ -17,15 +18,25 @@ def read_fleet(path: str | Path) -> FleetSpec:
     """Read and check a fleet file. Raises UserError naming file, line and key."""
     top = read_located(path, "fleet file")
     replicas = top.integer_or_none("replicas", least=1, most=MAX_REPLICAS)
+    autoscale = _autoscale(top.section("autoscale"))
+    most = MAX_REPLICAS if replicas is None else replicas
+    if autoscale is not None:
+        most = autoscale.max_replicas
+        if replicas is not None and not autoscale.min_replicas <= replicas <= most:
+            bounds = f"{autoscale.min_replicas} to {most}"
+            raise top.fail(
+                "replicas", f"is {replicas}, and autoscale keeps {bounds}: start within that"
+            )
     spec = FleetSpec(
         name=Path(path).name,
         replicas=replicas,
         route=_route(top),
         network=_network(top.section("network")),
         admission=_admission(top.section("admission")),
-        failures=_outages(top.sections("failures"), MAX_REPLICAS if replicas is None else replicas),
-        drains=_outages(top.sections("drains"), MAX_REPLICAS if replicas is None else replicas),
+        failures=_outages(top.sections("failures"), most),
+        drains=_outages(top.sections("drains"), most),
         retry=_retry(top.section("retry")),
+        autoscale=autoscale,
     )
     top.end()
     return spec
@@ -100,6 +111,59 @@ def _retry(section: Section | None) -> Retry:
         attempts=section.integer("attempts", 2, least=1, most=100),
         delay_s=section.number("delay_s", 0.0, most=MAX_SECONDS),
         refused=section.flag("refused", False),
+    )
+    section.end()
+    return found
+
+
+def _autoscale(section: Section | None) -> Autoscale | None:
+    if section is None:
+        return None
+    for key in ("max_replicas", "target"):
+        if key not in section:
+            raise section.missing(
+                "max_replicas and target", "{max_replicas: 8, metric: waiting_per_gpu, target: 10}"
+            )
+    rule = section.choice("rule", "hpa", ("hpa", "threshold"))
+    if rule == "hpa":
+        for key in ("step", "scale_in_below"):
+            if key in section:
+                raise section.fail(key, "is for rule: threshold")
+    else:
+        for key in ("tolerance", "max_up_pods", "max_up_percent"):
+            if key in section:
+                raise section.fail(key, "is for rule: hpa")
+    nothing = Autoscale(1, 1, 1.0)
+    low = section.integer("min_replicas", 1, least=1, most=MAX_REPLICAS)
+    high = section.integer("max_replicas", 1, least=1, most=MAX_REPLICAS)
+    if high < low:
+        raise section.fail("max_replicas", f"is {high}, below min_replicas={low}")
+
+    def seconds(key: str, positive: bool = False) -> float:
+        least = 0.1 if positive else 0.0
+        return section.number(key, getattr(nothing, key), least=least, most=1e6)
+
+    target = section.number("target", 0.0, positive=True)
+    below = section.number_or_none("scale_in_below")
+    if below is not None and below > target:
+        raise section.fail("scale_in_below", f"is {below:g}, above target={target:g}")
+    found = Autoscale(
+        min_replicas=low,
+        max_replicas=high,
+        target=target,
+        rule=rule,  # type: ignore[arg-type]
+        metric=section.choice("metric", "waiting_per_gpu", METRICS),  # type: ignore[arg-type]
+        scale_in_below=below,
+        step=section.integer("step", 1, least=1, most=MAX_REPLICAS),
+        cold_start_s=seconds("cold_start_s"),
+        sync_s=seconds("sync_s", positive=True),
+        scrape_s=seconds("scrape_s", positive=True),
+        scrape_delay_s=seconds("scrape_delay_s"),
+        scale_down_window_s=seconds("scale_down_window_s"),
+        scale_up_window_s=seconds("scale_up_window_s"),
+        tolerance=section.number("tolerance", nothing.tolerance, most=10.0),
+        max_up_pods=section.integer("max_up_pods", nothing.max_up_pods, least=0, most=MAX_REPLICAS),
+        max_up_percent=section.number("max_up_percent", nothing.max_up_percent, most=1e6),
     )
     section.end()
     return found

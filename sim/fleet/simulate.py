@@ -16,6 +16,7 @@ from vsim.sim.client import Client
 from vsim.sim.cluster import ReplicaSpec
 from vsim.sim.engine import NS, Replica, make_scheduler
 from vsim.sim.fleet import spec as says
+from vsim.sim.fleet.autoscale import Autoscaler
 from vsim.sim.fleet.recorder import FleetRecorder
 from vsim.sim.fleet.spec import FleetSpec, Outage
 from vsim.sim.router import Route, round_robin
@@ -24,21 +25,24 @@ from vsim.sim.scheduler import EngineDiedError, Scheduler
 from vsim.traces.trace import Trace, TraceRequest
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Slot:
     """A place for a replica: the engine that runs there now, and the requests it has."""
 
     number: int
     engine: Replica
+    since_ns: int = 0  # paid for from here on
     process: simpy.Process | None = None
+    starting: bool = False
     down: bool = False
-    draining: bool = False
+    draining: bool = False  # as the fleet file asks
+    leaving: bool = False  # one too many: goes once it is empty
     requests: dict[int, None] = field(default_factory=dict)  # sent here and not ended, in order
 
     @property
     def takes(self) -> bool:
         """Does it get requests?"""
-        return not self.down and not self.draining
+        return not (self.starting or self.down or self.draining or self.leaving)
 
 
 def simulate_fleet(
@@ -51,6 +55,7 @@ def simulate_fleet(
     max_concurrency: int | None = None,
     front_end: Callable[[TraceRequest], str | None] | None = None,
     on_step: Callable[[int, int], None] | None = None,
+    gpus_per_replica: int = 1,
 ) -> Run:
     """Replay `trace` on `fleet.replicas` replicas like `replica`, under the fleet's limits and events.
 
@@ -60,7 +65,9 @@ def simulate_fleet(
     """
     if fleet.replicas is None:
         raise UserError(f"{fleet.name}: replicas is missing: state it there or with --replicas")
-    simulated = _Fleet(trace, replica, fleet, route or round_robin(), seed, max_concurrency)
+    simulated = _Fleet(
+        trace, replica, fleet, route or round_robin(), seed, max_concurrency, gpus_per_replica
+    )
     return simulated.run(front_end, on_step)
 
 
@@ -81,6 +88,7 @@ class _Fleet:
         route: Route,
         seed: int,
         max_concurrency: int | None,
+        gpus_per_replica: int = 1,
     ) -> None:
         self.trace, self.template, self.spec, self.route = trace, replica, fleet, route
         self.limits = fleet.admission
@@ -95,7 +103,14 @@ class _Fleet:
             retries=bool(fleet.failures) or fleet.retry.attempts > 1,
         )
         self.client = Client(self.env, trace, self._send, max_concurrency)
-        self.slots: list[Slot] = []
+        self.gpus_per_replica = gpus_per_replica
+        self.slots: list[Slot] = []  # in order of their numbers
+        self.num_places = fleet.replicas or 0  # highest number in use + 1
+        self.replica_ns = 0  # paid for, of replicas that have gone
+        self.scaler = None if fleet.autoscale is None else Autoscaler(fleet.autoscale)
+        # (when it is known, the metric of each slot that was ready), latest last
+        self.scraped: deque[tuple[int, dict[Slot, float]]] = deque()
+        self.changed_ns = 0  # the last decision to have more or fewer
         self.schedulers: list[Scheduler] = []  # of all engines that ever ran
         self.held: deque[int] = deque()  # at the router, first come first served
         self.place: dict[int, Slot] = {}
@@ -122,10 +137,38 @@ class _Fleet:
             self.env.process(self._drain(outage))
         ended_early = None
         try:
-            self.env.run()
+            self._run_clock()
         except EngineDiedError as death:
             ended_early = f"the engine died: {death}"
         return self._result(ended_early or self._stalled())
+
+    def _run_clock(self) -> None:
+        """Let time pass; the autoscaler looks at fixed times while there is anyone left to serve."""
+        if self.scaler is None:
+            self.env.run()
+            return
+        spec = self.scaler.spec
+        scrape, sync = round(spec.scrape_s * NS), round(spec.sync_s * NS)
+        # Where nothing else can happen any more, the windows pass and that is that.
+        patience = round((spec.scale_down_window_s + spec.scale_up_window_s) * NS)
+        patience += 2 * (scrape + sync) + round(spec.scrape_delay_s * NS)
+        now, lively = 0, 0
+        while not self._all_ended:
+            if self.env.peek() != float("inf"):
+                lively = now
+            elif now - max(lively, self.changed_ns) > patience:
+                break
+            now = min((now // scrape + 1) * scrape, (now // sync + 1) * sync)
+            self.env.run(until=now)
+            if self.env.peek() == now:
+                self.env.step()  # SimPy puts what stopped it back at the head of its queue
+            if self._all_ended:
+                break
+            if now % scrape == 0:
+                self._scrape(now)
+            if now % sync == 0:
+                self._scale(now)
+        self.env.run()
 
     def _engine(self, number: int) -> Replica:
         template, on_step = self.template, self.on_step
@@ -157,15 +200,19 @@ class _Fleet:
 
     def _failure(self, outage: Outage) -> Generator[simpy.Event, Any, None]:
         yield self.env.timeout(round(outage.at_s * NS))
-        slot = self.slots[outage.replica]
-        if self._all_ended:
-            return
+        slot = self._slot(outage.replica)
+        if self._all_ended or slot is None:
+            return  # nobody is there to fail
         self._fail(slot)
+        if slot.leaving:
+            self._gone(slot)
+            return
         if outage.for_s is None:
             return
         yield self.env.timeout(round(outage.for_s * NS))
-        if self._all_ended:
+        if self._all_ended or slot not in self.slots:
             return
+        slot.starting = False
         slot.engine, slot.down = self._engine(slot.number), False
         self._start(slot)
         self.recorder.event(int(self.env.now), "replica_up", slot.number)
@@ -173,8 +220,8 @@ class _Fleet:
 
     def _fail(self, slot: Slot) -> None:
         """The replica is gone, with its KV cache and all that it had under way."""
-        assert slot.process is not None
-        slot.process.interrupt()
+        if slot.process is not None and slot.process.is_alive:
+            slot.process.interrupt()
         slot.down = True
         victims, slot.requests = list(slot.requests), {}
         self.recorder.event(
@@ -189,8 +236,8 @@ class _Fleet:
 
     def _drain(self, outage: Outage) -> Generator[simpy.Event, Any, None]:
         yield self.env.timeout(round(outage.at_s * NS))
-        slot = self.slots[outage.replica]
-        if self._all_ended:
+        slot = self._slot(outage.replica)
+        if self._all_ended or slot is None:
             return
         slot.draining = True
         self.recorder.event(
@@ -199,11 +246,85 @@ class _Fleet:
         if outage.for_s is None:
             return
         yield self.env.timeout(round(outage.for_s * NS))
-        if self._all_ended:
+        if self._all_ended or slot not in self.slots:
             return
         slot.draining = False
         self.recorder.event(int(self.env.now), "drain_ends", slot.number)
         self._release()
+
+    def _slot(self, number: int) -> Slot | None:
+        return next((slot for slot in self.slots if slot.number == number), None)
+
+    def _scrape(self, now: int) -> None:
+        """Prometheus asks every replica that is ready."""
+        assert self.scaler is not None
+        spec = self.scaler.spec
+        seen = {slot: self._metric(slot, spec.metric) for slot in self.slots if slot.takes}
+        self.scraped.append((now + round(spec.scrape_delay_s * NS), seen))
+
+    def _metric(self, slot: Slot, name: str) -> float:
+        if name == "kv_usage":
+            return slot.engine.kv_cache_usage
+        if name == "in_flight_per_replica":
+            return float(slot.engine.in_flight)
+        # Those held at the router wait for somebody: everybody's share.
+        held = len(self.held) / max(1, sum(other.takes for other in self.slots))
+        return (_waiting(slot.engine) + held) / self.gpus_per_replica
+
+    def _scale(self, now: int) -> None:
+        """The autoscaler looks, and acts."""
+        assert self.scaler is not None
+        while len(self.scraped) > 1 and self.scraped[1][0] <= now:
+            self.scraped.popleft()
+        known: dict[Slot, float] = {}
+        if self.scraped and self.scraped[0][0] <= now:
+            known = self.scraped[0][1]
+        here = [slot for slot in self.slots if not slot.leaving]
+        ready = [known.get(slot) for slot in here if slot.takes]
+        wanted = self.scaler.decide(now / NS, len(here), ready, len(here) - len(ready))
+        if wanted != len(here):
+            self.changed_ns = now
+        for _ in range(wanted - len(here)):
+            self.env.process(self._appear(self._new_slot(now)))
+        # Those that do not serve yet go first, then the youngest.
+        here.sort(key=lambda slot: (slot.takes, -slot.since_ns, -slot.number))
+        for slot in here[: max(0, len(here) - wanted)]:
+            self._leave(slot)
+
+    def _new_slot(self, now: int) -> Slot:
+        taken = {slot.number for slot in self.slots}
+        number = next(n for n in range(len(taken) + 1) if n not in taken)
+        slot = Slot(number, self._engine(number), since_ns=now, starting=True)
+        self.slots.append(slot)
+        self.slots.sort(key=lambda slot: slot.number)
+        self.num_places = max(self.num_places, number + 1)
+        self.recorder.event(now, "replica_asked_for", number)
+        return slot
+
+    def _appear(self, slot: Slot) -> Generator[simpy.Event, Any, None]:
+        """One more replica serves once it has started."""
+        assert self.scaler is not None
+        yield self.env.timeout(round(self.scaler.spec.cold_start_s * NS))
+        if slot.leaving or slot.down or not slot.starting or self._all_ended:
+            return
+        slot.starting = False
+        self._start(slot)
+        self.recorder.event(int(self.env.now), "replica_ready", slot.number)
+        self._release()
+
+    def _leave(self, slot: Slot) -> None:
+        """One too many: it finishes what it has."""
+        slot.leaving = True
+        text = f"{len(slot.requests)} requests left"
+        self.recorder.event(int(self.env.now), "replica_leaves", slot.number, text)
+        if not slot.requests:
+            self._gone(slot)
+
+    def _gone(self, slot: Slot) -> None:
+        now = int(self.env.now)
+        self.slots.remove(slot)
+        self.replica_ns += now - slot.since_ns
+        self.recorder.event(now, "replica_gone", slot.number)
 
     @property
     def _all_ended(self) -> bool:
@@ -234,7 +355,7 @@ class _Fleet:
                 self._reject(index, says.FLEET_FULL if some else says.NO_REPLICA)
             return
         engines = [slot.engine for slot in open_slots]
-        chosen = self.route(self.trace.request(index), engines) if len(self.slots) > 1 else 0
+        chosen = self.route(self.trace.request(index), engines) if self.spec.slots > 1 else 0
         slot = open_slots[chosen]
         if self.recorder.replica is not None:
             self.recorder.replica[index] = slot.number
@@ -291,7 +412,9 @@ class _Fleet:
         """The replica is through with a request: served, or refused as too long."""
         slot = self.place.pop(index)
         del slot.requests[index]
-        if slot.draining and not slot.requests:
+        if slot.leaving and not slot.requests:
+            self._gone(slot)
+        elif slot.draining and not slot.requests:
             self.recorder.event(int(self.env.now), "drained", slot.number)
         self._over(index)
         self._release()
@@ -345,6 +468,10 @@ class _Fleet:
         if config.kv_offload is not None:
             counters["offload_loaded_blocks"] = recorder.loaded_blocks
             counters["offload_stored_blocks"] = recorder.stored_blocks
+        if self.scaler is not None:
+            end = self._end_ns()
+            counters["replica_slots"] = self.num_places
+            counters["replica_ns"] = self.replica_ns + sum(end - s.since_ns for s in self.slots)
         if self.spec.failures:
             counters["lost_tokens"] = recorder.lost_tokens
             counters["lost_output_tokens"] = recorder.lost_output_tokens
@@ -368,11 +495,11 @@ class _Fleet:
 
     def _end_ns(self) -> int:
         """When the last thing happened; timers of failures to come after the last request are none."""
-        if not self.spec.failures and not self.spec.drains:
+        if not self.spec.failures and not self.spec.drains and self.scaler is None:
             return int(self.env.now)
         recorder, way = self.recorder, self.recorder.one_way_ns
         ends = [t + (0 if way is None else way[i]) for i, t in enumerate(recorder.finish_ns)]
-        return max([0, *ends, *recorder.steps["end_ns"], *(e.at_ns for e in recorder.events)])
+        return max([0, *ends, *recorder.steps["end_ns"]])
 
 
 def _until_killed(engine: Replica) -> Generator[simpy.Event, Any, None]:

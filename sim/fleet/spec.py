@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from vsim.sim.fleet.autoscale import Autoscale
+
 # What the router does with a request that it may not pass on now.
 Full = Literal["reject", "wait"]
 
@@ -83,6 +85,7 @@ class FleetSpec:
     failures: tuple[Outage, ...] = ()
     drains: tuple[Outage, ...] = ()
     retry: Retry = field(default_factory=Retry)
+    autoscale: Autoscale | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -93,10 +96,12 @@ class FleetSpec:
     def slots(self) -> int:
         """Most replicas that can exist at once; `replicas` must be settled."""
         assert self.replicas is not None
-        return self.replicas
+        return self.replicas if self.autoscale is None else self.autoscale.max_replicas
 
     def settled(self, replicas: int, route: str) -> FleetSpec:
-        """With what the file leaves open taken from the command line."""
+        """With what the file leaves open taken from the command line; autoscaling's bounds hold from the start."""
+        if self.autoscale is not None and self.replicas is None:
+            replicas = min(max(replicas, self.autoscale.min_replicas), self.autoscale.max_replicas)
         return dataclasses.replace(
             self,
             replicas=replicas if self.replicas is None else self.replicas,
@@ -135,6 +140,11 @@ class FleetSpec:
             said.append(
                 "a replica that fails loses its KV cache and its requests at once (nobody needs time to "
                 f"notice); these {again}"
+            )
+        if self.autoscale is not None:
+            said.append(
+                "autoscaling: GPUs are paid for from the moment a replica is asked for until it has finished "
+                "what it had; every start takes the same time"
             )
         return said
 
