@@ -22,7 +22,8 @@ import pytest
 from vsim.cli import COMMANDS, main, vsim
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *EXAMPLES]
 MAX_LIMIT = 2_000  # requests that a command in a page may replay: pages must stay quick to test
 
 # Flags that pages name and that are not vsim's.
@@ -138,6 +139,8 @@ def test_commands_that_simulate_are_small(page: Path) -> None:
         arguments = shlex.split(text)
         if arguments[1] in ("replay", "preemption", "sweep"):
             limit = int(arguments[arguments.index("--limit") + 1]) if "--limit" in arguments else -1
+            varied = re.search(r"limit=([\d,]+)", text)
+            limit = max(map(int, varied[1].split(","))) if varied else limit
             assert 0 < limit <= MAX_LIMIT, f"{_name(page)}: $ {text}: give --limit"
 
 
@@ -157,7 +160,14 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_readme_links_every_page() -> None:
     readme = (ROOT / "README.md").read_text()
-    missing = [page.name for page in PAGES[1:] if f"(docs/{page.name})" not in readme]
+    others = [page for page in PAGES[1:] if page not in EXAMPLES]
+    missing = [page.name for page in others if f"(docs/{page.name})" not in readme]
+    assert not missing, missing
+
+
+def test_the_page_of_rules_links_every_example() -> None:
+    rules = (ROOT / "docs" / "rules-of-thumb.md").read_text()
+    missing = [page.name for page in EXAMPLES if f"(examples/{page.name})" not in rules]
     assert not missing, missing
 
 
