@@ -34,16 +34,20 @@ class ReplicaView(Protocol):
 Route = Callable[[TraceRequest, Sequence[ReplicaView]], int]
 
 
+class RoundRobin:
+    """One after the other. `turn`: who got the last one."""
+
+    def __init__(self) -> None:
+        self.turn = -1
+
+    def __call__(self, request: TraceRequest, replicas: Sequence[ReplicaView]) -> int:
+        self.turn = (self.turn + 1) % len(replicas)
+        return self.turn
+
+
 def round_robin() -> Route:
     """One after the other."""
-    turn = -1
-
-    def route(request: TraceRequest, replicas: Sequence[ReplicaView]) -> int:
-        nonlocal turn
-        turn = (turn + 1) % len(replicas)
-        return turn
-
-    return route
+    return RoundRobin()
 
 
 def least_requests(request: TraceRequest, replicas: Sequence[ReplicaView]) -> int:
@@ -59,29 +63,58 @@ def least_tokens(request: TraceRequest, replicas: Sequence[ReplicaView]) -> int:
     )
 
 
-def power_of_two(seed: int = 0) -> Route:
+class PowerOfTwo:
     """The less loaded of two replicas drawn at random (Mitzenmacher 2001)."""
-    draw = random.Random(seed)
 
-    def route(request: TraceRequest, replicas: Sequence[ReplicaView]) -> int:
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def draw(self, count: int) -> tuple[int, int]:
+        """The next two of `count` replicas."""
+        one, other = self._random.sample(range(count), 2)
+        return one, other
+
+    def __call__(self, request: TraceRequest, replicas: Sequence[ReplicaView]) -> int:
         if len(replicas) == 1:
             return 0
-        one, other = draw.sample(range(len(replicas)), 2)
+        one, other = self.draw(len(replicas))
         return other if replicas[other].in_flight < replicas[one].in_flight else one
 
-    return route
+
+def power_of_two(seed: int = 0) -> Route:
+    """The less loaded of two replicas drawn at random (Mitzenmacher 2001)."""
+    return PowerOfTwo(seed)
 
 
 def prefix_affinity(request: TraceRequest, replicas: Sequence[ReplicaView]) -> int:
     """Same beginning of the prompt, same replica (rendezvous hashing); without one, `least_requests`."""
     if not request.prefix_ids:
         return least_requests(request, replicas)
-    key = request.prefix_ids[0]
+    return _home(request.prefix_ids[0], replicas)
 
-    def weight(replica: int) -> bytes:
-        return hashlib.blake2b(f"{key}/{replica}".encode(), digest_size=8).digest()
 
-    return max(range(len(replicas)), key=weight)
+def session_affinity(request: TraceRequest, replicas: Sequence[ReplicaView]) -> int:
+    """Same session, same replica (rendezvous hashing); for a request of none, `least_requests`."""
+    if request.session < 0:
+        return least_requests(request, replicas)
+    return _home(request.session, replicas)
+
+
+def _home(content: int, replicas: Sequence[ReplicaView]) -> int:
+    """`home_of`, by the replicas' own numbers: when one goes, only what was at home there moves."""
+    numbers = [getattr(view, "number", place) for place, view in enumerate(replicas)]
+    if numbers == list(range(len(numbers))):
+        return home_of(content, len(numbers))
+    return max(range(len(numbers)), key=lambda place: _weight(content, numbers[place]))
+
+
+def home_of(content: int, count: int) -> int:
+    """The replica, of `count`, at which prompts that begin with `content` are at home."""
+    return max(range(count), key=lambda replica: _weight(content, replica))
+
+
+def _weight(content: int, replica: int) -> bytes:
+    return hashlib.blake2b(f"{content}/{replica}".encode(), digest_size=8).digest()
 
 
 def kv_aware(request: TraceRequest, replicas: Sequence[ReplicaView]) -> int:
@@ -98,6 +131,7 @@ ROUTES = (
     "least-tokens",
     "power-of-two",
     "prefix-affinity",
+    "session-affinity",
     "kv-aware",
 )
 
@@ -112,6 +146,7 @@ def named_route(name: str, seed: int = 0) -> Route:
         "least-requests": least_requests,
         "least-tokens": least_tokens,
         "prefix-affinity": prefix_affinity,
+        "session-affinity": session_affinity,
         "kv-aware": kv_aware,
     }
     if name not in plain:
