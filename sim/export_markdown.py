@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from vsim.sim.bill import bill_rows
 from vsim.sim.metrics import percentile_word
 from vsim.sim.report_anomalies import anomalies, story
 from vsim.sim.report_tables import flatten
@@ -39,10 +40,11 @@ def render_markdown(run: Run, summary: Mapping[str, Any]) -> str:
     words = " ".join(md(sentence) for sentence in told)
     lines = [f"### {kind}{': ' + title if title else ''}", "", words, ""]
     lines += _latency_table(summary)
+    bill = bill_rows(summary) if "gpu_hours" in summary else []
     lines += ["", "| | |", "|---|---:|"]
     lines += [
         f"| {md(label.rstrip(':'))} | {md(value)} |"
-        for label, value in (*headline(summary), *engine_rows(summary))
+        for label, value in (*headline(summary), *engine_rows(summary), *bill)
     ]
     if run.assumptions:
         lines += ["", "Assumptions", ""] + [f"- {md(sentence)}" for sentence in run.assumptions]

@@ -9,6 +9,7 @@ from importlib import resources
 from typing import Any
 
 from vsim.sim import report_anomalies, report_causes, report_series, report_tables
+from vsim.sim.bill import bill_rows
 from vsim.sim.report_svg import Chart, chart_data, esc, render_chart
 from vsim.sim.run import Run
 from vsim.sim.summary import setting
@@ -39,6 +40,10 @@ def render_report(run: Run, summary: Mapping[str, Any]) -> str:
     if over_time := _grid(found, _TIMELINES):
         sections.append(_section("Load and KV cache over time", over_time))
     sections.append(_section("Totals", report_tables.engine_table(summary)))
+    if "gpu_hours" in summary:
+        rows = [(label.rstrip(":"), value) for label, value in bill_rows(summary)]
+        rows += [("Prices", summary["prices"].removeprefix("Prices: "))] * ("prices" in summary)
+        sections.append(_section("GPU time and cost", report_tables.two_columns(rows)))
     if reasons := report_tables.reasons_table(summary):
         sections.append(_section("Rejected requests", reasons))
     if replicas := report_tables.replicas_table(run):

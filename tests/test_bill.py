@@ -176,3 +176,21 @@ def test_a_sweep_of_refusals_says_the_first_reason(call, trace_file: Path, tmp_p
     )
     assert code == 0, err
     assert "Every point was refused; the first: " in said and "2 refused" in said
+
+
+def test_report_and_pull_request_summary_hold_the_bill(
+    call,  # noqa: F811
+    trace_file: Path,
+    tmp_path: Path,
+) -> None:
+    prices, run = tmp_path / "prices.yaml", tmp_path / "run"
+    prices.write_text("currency: <EUR>\nsource: a & b\na100: 2\n")
+    flags = ("--model", MODEL, "--gpu", "a100", "--replicas", "2", "--prices", prices)
+    code, _, err = call("replay", trace_file, *flags, "--out", run)
+    assert code == 0, err
+    page = (run / "report.html").read_text()
+    assert "GPU time and cost" in page and "Cost of the run (&lt;EUR&gt;)" in page
+    assert "a &amp; b" in page and "<EUR>" not in page
+    code, _, err = call("export", run, "--format", "markdown", "--out", tmp_path / "pr.md")
+    assert code == 0, err
+    assert "GPU-hours of the run" in (tmp_path / "pr.md").read_text()
