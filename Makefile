@@ -36,6 +36,7 @@ bench: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -e .
+	$(BIN)/python -m vsim.sim.fast.warm
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.installed

@@ -25,15 +25,10 @@ class Progress:
         self._total = total
         self._watched = sys.stderr.isatty()
         self._began = self._shown = time.monotonic()
-        self._countdown = 0
 
     def __call__(self, now_ns: int, ended: int) -> None:
         if not self._watched:
             return
-        self._countdown -= 1
-        if self._countdown > 0:
-            return
-        self._countdown = 200  # steps between looks at the wall clock
         wall = time.monotonic()
         if wall - self._shown < 0.25:
             return

@@ -13,6 +13,7 @@ from vsim.models.step import StepModel
 from vsim.sim.client import Client
 from vsim.sim.config import SchedulerConfig
 from vsim.sim.engine import NS, HostLink, Replica, make_scheduler
+from vsim.sim.fast.dispatch import Engine, chosen, worthwhile
 from vsim.sim.recorder import Recorder
 from vsim.sim.router import Route, round_robin
 from vsim.sim.run import Run
@@ -41,12 +42,15 @@ def simulate_cluster(
     max_concurrency: int | None = None,
     front_end: Callable[[TraceRequest], str | None] | None = None,
     on_step: Callable[[int, int], None] | None = None,
+    engine: Engine | None = None,
 ) -> Run:
     """Replay `trace` on `replicas` and return what happened, on the client's clock.
 
     `route` picks a replica for each request when it is sent (default: round robin). The rest is as in
     `engine.simulate`. With several replicas the run has the columns `replica`; blocks per replica are those
     of the first, and all must have the same block size (UserError).
+    `engine`: "fast" asks for the compiled kernel (UserError where it does not know what is asked),
+    "reference" for the step-by-step path; None takes whichever is sooner done. The runs are equal.
     """
     if not replicas:
         raise UserError("a cluster needs at least one replica")
@@ -54,6 +58,15 @@ def simulate_cluster(
     if any(spec.config.block_size != first.block_size for spec in replicas):
         raise UserError("all replicas of a cluster need the same block_size")
     route = route or round_robin()
+    asked = chosen(engine)
+    if asked == "fast" or (asked is None and worthwhile(trace, replicas)):
+        from vsim.sim.fast.simulate import attempt
+
+        run = attempt(trace, replicas, route, max_concurrency, front_end, on_step)
+        if run is not None:
+            return run
+        if engine == "fast":
+            raise UserError("engine=fast: the compiled kernel does not know all that is asked here")
     env = simpy.Environment(initial_time=0)
     recorder = Recorder(trace, len(replicas))
     running: list[Replica] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import simpy
 
@@ -332,12 +332,14 @@ def simulate(
     front_end: Callable[[TraceRequest], str | None] | None = None,
     host_link: HostLink | None = None,
     on_step: Callable[[int, int], None] | None = None,
+    engine: Literal["fast", "reference"] | None = None,
 ) -> Run:
     """Replay `trace` on one replica and return what happened, on the client's clock.
 
     `max_concurrency`: closed loop, as `vllm bench serve --max-concurrency`. `frontend_s`: seconds between
     the client's send and the engine's inbox. `front_end` may refuse a request: it returns the reason.
-    `on_step(now_ns, requests_ended)` is called after each step.
+    `on_step(now_ns, requests_ended)` is called after each step, or each few thousand of them on the
+    compiled path. `engine` is as in `cluster.simulate_cluster`.
     A run that cannot go on (the head of the queue never fits; the real engine would have died) ends there
     and says so in `Run.ended_early`.
     """
@@ -349,4 +351,5 @@ def simulate(
         max_concurrency=max_concurrency,
         front_end=front_end,
         on_step=on_step,
+        engine=engine,
     )

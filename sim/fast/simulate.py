@@ -1,0 +1,502 @@
+"""What `cluster.simulate_cluster` runs on compiled code, and what it must leave to the step-by-step path.
+
+`attempt` returns the run, equal to the reference path's in every byte, or None where something is asked
+that the kernel does not know: then nothing has happened, and the caller goes step by step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vsim.models.kernel_params import KernelParams, export
+from vsim.sim.config import MAX_BLOCKS, KVGroup
+from vsim.sim.content import STREAM_TOKENS
+from vsim.sim.fast.gaps import Gaps
+from vsim.sim.front_end import TOO_LONG, FrontEnd
+from vsim.sim.router import (
+    PowerOfTwo,
+    RoundRobin,
+    Route,
+    home_of,
+    kv_aware,
+    least_requests,
+    least_tokens,
+    prefix_affinity,
+    session_affinity,
+)
+from vsim.sim.run import STEP_COLUMNS, Column, Run
+from vsim.sim.versions import v1_rules
+from vsim.traces.trace import Trace
+
+if TYPE_CHECKING:
+    from vsim.sim.cluster import ReplicaSpec
+
+NS = 1_000_000_000
+MAX_REPLICAS = 256  # the next event is looked for among all of them
+MAX_TABLE = 1 << 29  # block table entries; pages that nobody touches cost nothing
+MAX_MEMBERS = 1 << 26  # sequences in all batches in flight
+ROWS = 1 << 15  # steps between two looks at the clock
+
+Ints = npt.NDArray[np.int64]
+
+
+def covers(
+    trace: Trace,
+    replicas: Sequence[ReplicaSpec],
+    route: Route | None,
+    front_end: Callable[..., str | None] | None,
+) -> bool:
+    """Does the kernel know everything that is asked, as far as a glance tells?"""
+    first = replicas[0]
+    config = first.config
+    return (
+        config.engine == "v1"
+        and config.kv_offload is None
+        and config.kv_groups == (KVGroup(),)
+        and config.num_gpu_blocks <= MAX_BLOCKS
+        and config.num_cpu_blocks <= MAX_BLOCKS
+        and not config.prefix_cache_retention_interval
+        and 0 < len(trace) < 1 << 31
+        and trace.sessions is None
+        and trace.prefix_block_tokens < STREAM_TOKENS
+        and (front_end is None or type(front_end) is FrontEnd)
+        and len(replicas) <= MAX_REPLICAS
+        and all(
+            spec.config == config
+            and spec.step_model is first.step_model
+            and spec.frontend_s == first.frontend_s
+            for spec in replicas[1:]
+        )
+        and (len(replicas) == 1 or _route_code(route) is not None)
+    )
+
+
+def attempt(
+    trace: Trace,
+    replicas: Sequence[ReplicaSpec],
+    route: Route | None,
+    max_concurrency: int | None,
+    front_end: Callable[..., str | None] | None,
+    on_step: Callable[[int, int], None] | None,
+) -> Run | None:
+    """The run of `simulate_cluster` with these arguments, or None: not covered, nothing has happened."""
+    config, n = replicas[0].config, len(trace)
+    if not covers(trace, replicas, route, front_end):
+        return None
+    usable = max(config.num_gpu_blocks - 1, 0)
+    max_running = min(config.max_num_active_seqs or config.max_num_seqs, n, usable)
+    depth = config.max_concurrent_batches
+    width = -(-config.max_model_len // config.block_size) + 2
+    if (
+        max_running < 1
+        or len(replicas) * max_running * width > MAX_TABLE
+        or len(replicas) * max_running * (depth + 2) > MAX_MEMBERS
+    ):
+        return None
+    budget = min(
+        config.max_num_scheduled_tokens or config.max_num_batched_tokens,
+        config.max_num_batched_tokens,
+    )
+    params = export(
+        replicas[0].step_model, min(budget, max_running * config.max_model_len), max_running
+    )
+    if params is None:
+        return None
+    world = _World(trace, replicas, route, max_concurrency, front_end, max_running, params)
+    return world.run(on_step)
+
+
+def _route_code(route: Route | None) -> int | None:
+    """The kernel's number of a route; None: it does not know it."""
+    if route is None or type(route) is RoundRobin:
+        return 0
+    if type(route) is PowerOfTwo:
+        return 3
+    plain: tuple[tuple[Route, int], ...] = (
+        (least_requests, 1),
+        (least_tokens, 2),
+        (prefix_affinity, 4),
+        (session_affinity, 4),
+        (kv_aware, 5),
+    )
+    return next((code for known, code in plain if route is known), None)
+
+
+class _World:
+    """The kernel's arrays, and the run that they hold in the end."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        replicas: Sequence[ReplicaSpec],
+        route: Route | None,
+        max_concurrency: int | None,
+        front_end: Callable[..., str | None] | None,
+        max_running: int,
+        params: KernelParams,
+    ) -> None:
+        from vsim.sim.fast import kernel
+
+        self.kernel = kernel
+        self.trace, self.replicas, self.route, self.params = trace, replicas, route, params
+        self.config = config = replicas[0].config
+        n, count = len(trace), len(replicas)
+        depth = config.max_concurrent_batches
+        self.most = most = max_running * (depth + 2)
+        self.cfg = self._settings(max_concurrency, max_running)
+        zeros = np.zeros
+        self.glob = zeros(kernel.GLOBALS, dtype=np.int64)
+        self.glob[[kernel.G_GATE_HEAD, kernel.G_GATE_TAIL, kernel.G_TURN]] = -1
+        self.glob[kernel.G_SEQ] = count + 1  # the client begins, then each replica
+        self.rep = zeros((count, kernel.REPLICA), dtype=np.int64)
+        self.rep[:, kernel.R_SEQ] = np.arange(1, count + 1)
+        for place in ("WAIT_HEAD", "WAIT_TAIL", "INBOX_HEAD", "INBOX_TAIL"):
+            self.rep[:, getattr(kernel, f"R_{place}")] = -1
+        self.rep[:, kernel.R_FREE] = max(config.num_gpu_blocks - 1, 0)
+        self.rep[:, kernel.R_ROWS_FREE] = max_running
+        self.free_rows = np.arange(count * max_running, dtype=np.int64)[::-1]
+        self.free_rows = np.ascontiguousarray(self.free_rows.reshape(count, max_running))
+        self.hot = np.full((0, kernel.HOT), -1, dtype=np.int64)
+        self.free_slots = zeros(0, dtype=np.int64)
+        self._more_slots(most * count)
+        self.slot_of = np.full(n, -1, dtype=np.int32)
+        self.after = np.full(n, -1, dtype=np.int32)
+        self.running = zeros((count, max_running + 1), dtype=np.int64)
+        priority = config.policy == "priority"
+        self.heap = zeros((count, n if priority else 0), dtype=np.int32)
+        self._blocks()
+        self._shared_prefixes()
+        self.arrivals = _int64(trace.arrival_ns)
+        self.prompts, self.answers = _int64(trace.prompt_tokens), _int64(trace.output_tokens)
+        self.caps = self.answers if trace.max_tokens is None else _int64(trace.max_tokens)
+        some = trace.priority
+        self.priority = zeros(n if priority else 0, dtype=np.int32)
+        if priority and some is not None:
+            self.priority[:] = some
+        nobody = zeros(0, dtype=np.bool_)
+        self.refused = front_end.refused(trace) if isinstance(front_end, FrontEnd) else nobody
+        self.aborted = (
+            nobody if trace.aborted is None else np.asarray(trace.aborted, dtype=np.bool_)
+        )
+        self.sent = np.full(n, -1, dtype=np.int64)
+        self.replica = np.full(n if count > 1 else 0, -1, dtype=np.int32)
+        self._route_choices()
+        self.marks = np.full((3, n), -1, dtype=np.int64)
+        self.counts = zeros((4, n), dtype=np.int64)
+        self.ends = np.empty((2, n), dtype=np.int16)
+        self.ends[0], self.ends[1] = 2, -1
+        self.reason_order = np.full(3, -1, dtype=np.int64)
+        self.rows = np.empty((ROWS + depth + 2, kernel.ROW_COLUMNS), dtype=np.int64)
+        self.gaps = np.empty((max(1 << 16, 4 * most), 2), dtype=np.int64)
+        self.spans = np.empty((max(1 << 12, 4 * most), 3), dtype=np.int64)
+        self.fly = zeros((count, depth, kernel.FLY), dtype=np.int64)
+        self.members = zeros((count, depth, max_running, 3), dtype=np.int64)
+        self.scratch = zeros(most + int(self.cfg[kernel.C_TABLE]), dtype=np.int64)
+        self.stages = zeros((count, config.pipeline_parallel_size), dtype=np.int64)
+
+    def _settings(self, max_concurrency: int | None, max_running: int) -> Ints:
+        kernel, config, trace = self.kernel, self.config, self.trace
+        rules = v1_rules(config)
+        cfg = np.zeros(40, dtype=np.int64)
+        block_size = config.block_size
+        ids = trace.prefix_block_tokens if trace.prefix_ids is not None else 0
+        size = 64
+        while size < 2 * config.num_gpu_blocks:
+            size *= 2
+        next_decode = 0
+        if config.async_scheduling and config.v2_model_runner:
+            next_decode = config.pipeline_parallel_size
+        for name, value in {
+            "REQUESTS": len(trace),
+            "REPLICAS": len(self.replicas),
+            "BLOCK": block_size,
+            "BLOCKS": max(config.num_gpu_blocks, 1),
+            "MAX_RUNNING": max_running,
+            "BUDGET": config.max_num_scheduled_tokens or config.max_num_batched_tokens,
+            "INPUT_BUDGET": config.max_num_batched_tokens,
+            "MAX_LEN": config.max_model_len,
+            "CACHING": config.enable_prefix_caching,
+            "CHUNKS": config.enable_chunked_prefill or not rules.can_keep_prompts_whole,
+            "RESERVES": config.scheduler_reserve_full_isl and rules.reserves_full_isl,
+            "WATERMARK": int(config.watermark * config.num_gpu_blocks),
+            "LONG": config.long_prefill_token_threshold,
+            "ADAPTIVE": config.long_prefill_token_threshold_adaptive,
+            "LONE": rules.uncaps_lone_request,
+            "LONGEST": config.max_model_len - rules.length_margin,
+            "UNKEYED_FIRST": rules.reuses_unkeyed_blocks_first,
+            "STALE": rules.tracks_stale_output,
+            "DROPS": rules.drops_output_of_preempted,
+            "KEEPS_PLACE": rules.keeps_place_after_any_victim,
+            "ASYNC": config.async_scheduling,
+            "NEXT": next_decode,
+            "DEPTH": config.max_concurrent_batches,
+            "STAGES": config.pipeline_parallel_size,
+            "FRONTEND_NS": round(self.replicas[0].frontend_s * NS),
+            "GATE": -1 if max_concurrency is None else max_concurrency,
+            "PRIORITY": config.policy == "priority",
+            "ROUTE": _route_code(self.route) or 0,
+            "IDS_TOKENS": ids if config.enable_prefix_caching else 0,
+            "IDS_KEYS": ids // block_size + 2,
+            "HASH": size if config.enable_prefix_caching else 1,
+            "TABLE": -(-config.max_model_len // block_size) + 2,
+        }.items():
+            cfg[getattr(kernel, f"C_{name}")] = int(value)
+        return cfg
+
+    def _blocks(self) -> None:
+        """The pool, all free in order of number; block 0 of each replica closes its ring."""
+        kernel, config, count = self.kernel, self.config, len(self.replicas)
+        caching, blocks = config.enable_prefix_caching, int(self.cfg[kernel.C_BLOCKS])
+        size = int(self.cfg[kernel.C_HASH])
+        total = count * blocks if caching else 0
+        self.pool = np.full((total, kernel.POOL), -1, dtype=np.int32)
+        self.keys = np.zeros(total, dtype=np.int64)
+        self.chains = np.full(2 * count * size, -1, dtype=np.int32)
+        max_running = int(self.cfg[kernel.C_MAX_RUNNING])
+        width = int(self.cfg[kernel.C_TABLE]) if caching else 0
+        self.table = np.empty((count * max_running, width), dtype=np.int32)
+        if caching:
+            for r in range(count):
+                ring = np.arange(blocks, dtype=np.int32) + r * blocks
+                self.pool[ring, kernel.B_NEXT] = np.roll(ring, -1)
+                self.pool[ring, kernel.B_BEFORE] = np.roll(ring, 1)
+            self.pool[:, kernel.B_REFS] = 0
+
+    def _shared_prefixes(self) -> None:
+        trace = self.trace
+        self.offsets = self.nodes = np.zeros(0, dtype=np.int64)
+        covered = int(self.cfg[self.kernel.C_IDS_TOKENS])
+        if covered and trace.prefix_ids is not None and trace.prefix_offsets is not None:
+            self.offsets = _int64(trace.prefix_offsets)
+            ids = _int64(trace.prefix_ids)
+            self.nodes = np.zeros(len(ids), dtype=np.int64)
+            self.kernel.prefix_nodes(
+                self.offsets, ids, covered, _int64(trace.prompt_tokens), self.nodes
+            )
+
+    def _route_choices(self) -> None:
+        """What a route decides without looking at the replicas: draws, and homes of prefixes."""
+        trace, route, count = self.trace, self.route, len(self.replicas)
+        self.fixed = np.zeros(0, dtype=np.int32)
+        self.pairs = np.zeros((0, 2), dtype=np.int32)
+        if count == 1:
+            return
+        if isinstance(route, RoundRobin):
+            self.glob[self.kernel.G_TURN] = route.turn
+        elif isinstance(route, PowerOfTwo):
+            self.glob[self.kernel.G_TURN] = 0
+            drawn = [route.draw(count) for _ in range(len(trace))]
+            self.pairs = np.array(drawn, dtype=np.int32).reshape(-1, 2)
+        elif route is prefix_affinity or route is session_affinity:
+            self.fixed = np.full(len(trace), -1, dtype=np.int32)
+            has: npt.NDArray[Any] = np.zeros(0, dtype=np.int64)
+            contents: npt.NDArray[Any] = has
+            if route is session_affinity and trace.session is not None:
+                has = np.flatnonzero(trace.session >= 0)
+                contents = trace.session[has]
+            elif route is prefix_affinity and trace.prefix_ids is not None:
+                assert trace.prefix_offsets is not None
+                has = np.flatnonzero(np.diff(trace.prefix_offsets) > 0)
+                contents = trace.prefix_ids[trace.prefix_offsets[has]]
+            if len(has):
+                firsts, which = np.unique(contents, return_inverse=True)
+                homes = np.array([home_of(int(c), count) for c in firsts], dtype=np.int32)
+                self.fixed[has] = homes[which]
+
+    def _more_slots(self, least: int) -> None:
+        """Room for more requests that were admitted and have not ended."""
+        kernel = self.kernel
+        old, free = len(self.hot), int(self.glob[kernel.G_SLOTS])
+        new = max(2 * old, 2 * least)
+        hot = np.full((new, kernel.HOT), -1, dtype=np.int64)
+        hot[:old] = self.hot
+        slots = np.empty(new, dtype=np.int64)
+        slots[: new - old] = np.arange(new - 1, old - 1, -1)
+        slots[new - old : new - old + free] = self.free_slots[:free]
+        self.hot, self.free_slots = hot, slots
+        self.glob[kernel.G_SLOTS] = new - old + free
+
+    def run(self, on_step: Callable[[int, int], None] | None) -> Run | None:
+        kernel, glob = self.kernel, self.glob
+        steps = {name: [] for name in (*STEP_COLUMNS, "emitted", "replica")}  # type: dict[str, list[Column]]
+        gaps = Gaps()
+        spans: list[Ints] = []
+        going = True
+        while going:
+            if glob[kernel.G_SLOTS] < self.most:
+                self._more_slots(self.most)
+            going = self._advance()
+            if glob[kernel.G_ERROR]:
+                return None  # the step model itself says what is wrong with it
+            self._drain_rows(steps)
+            gaps.add(self.gaps[: glob[kernel.G_GAPS]])
+            spans.append(self.spans[: glob[kernel.G_SPANS]].copy())
+            glob[[kernel.G_ROWS, kernel.G_GAPS, kernel.G_SPANS]] = 0
+            if on_step is not None:
+                on_step(int(glob[kernel.G_NOW]), int(glob[kernel.G_ENDED]))
+        self._note_model()
+        itl_ns, itl_count = gaps.result()
+        return Run(
+            origin="simulated",
+            requests=self._request_columns(),
+            steps=_joined(steps, len(self.replicas) > 1),
+            itl_ns=itl_ns,
+            itl_count=itl_count,
+            block_size=self.config.block_size,
+            num_gpu_blocks=max(self.config.num_gpu_blocks - 1, 0),
+            reasons=self._reasons(),
+            tenant_names=self.trace.tenant_names,
+            counters=self._counters(),
+            preemption_spans=np.concatenate(spans).reshape(-1, 3),
+            end_ns=int(glob[kernel.G_NOW]),
+            ended_early=self._ended_early(),
+        )
+
+    def _advance(self) -> bool:
+        return bool(
+            self.kernel.advance(
+                self.cfg,
+                self.glob,
+                self.rep,
+                self.hot,
+                self.free_slots,
+                self.slot_of,
+                self.running,
+                self.table,
+                self.free_rows,
+                self.heap,
+                self.after,
+                self.offsets,
+                self.nodes,
+                self.pool,
+                self.keys,
+                self.chains,
+                self.arrivals,
+                self.prompts,
+                self.answers,
+                self.caps,
+                self.priority,
+                self.refused,
+                self.aborted,
+                self.sent,
+                self.replica,
+                self.fixed,
+                self.pairs,
+                self.marks,
+                self.counts,
+                self.ends,
+                self.reason_order,
+                self.rows,
+                self.gaps,
+                self.spans,
+                self.fly,
+                self.members,
+                self.scratch,
+                self.stages,
+                self.params.integers,
+                self.params.floats,
+            )
+        )
+
+    def _drain_rows(self, steps: dict[str, list[Column]]) -> None:
+        rows = self.rows[: self.glob[self.kernel.G_ROWS]]
+        kinds = {**STEP_COLUMNS, "emitted": "int32", "replica": "int32"}
+        places = [name for name in STEP_COLUMNS if name != "swapped_blocks"] + [
+            "emitted",
+            "replica",
+        ]
+        for place, name in enumerate(places):
+            if name != "replica" or len(self.replicas) > 1:
+                steps[name].append(rows[:, place].astype(kinds[name]))
+        steps["swapped_blocks"].append(np.zeros(len(rows), dtype=np.int32))
+
+    def _note_model(self) -> None:
+        loaded, kernel, glob = self.params.loaded, self.kernel, self.glob
+        if loaded is None:
+            return
+        loaded.steps += int(glob[kernel.G_STEPS])
+        loaded.steps_outside += int(glob[kernel.G_OUTSIDE])
+        for place, name in enumerate(loaded.calibration.domain.to_json()):
+            count = int(glob[kernel.G_BEYOND + place])
+            if count:
+                loaded.outside[name] = loaded.outside.get(name, 0) + count
+
+    def _request_columns(self) -> dict[str, Column]:
+        kernel, trace, n = self.kernel, self.trace, len(self.trace)
+        # Those that never ended still stand in their slots.
+        alive = self.hot[self.slot_of[self.slot_of >= 0]]
+        rows = alive[:, kernel.H_REQUEST]
+        self.counts[0, rows] = alive[:, kernel.H_KNOWN] - alive[:, kernel.H_PROMPT]
+        self.counts[3, rows] = alive[:, kernel.H_PREEMPTIONS]
+        zeros = np.zeros(n, dtype=np.int32)
+        columns: dict[str, Any] = {
+            "request": np.arange(n, dtype=np.int64),
+            "arrival_ns": self.arrivals.copy(),
+            "sent_ns": self.sent,
+            "first_scheduled_ns": self.marks[0],
+            "first_token_ns": self.marks[1],
+            "finish_ns": self.marks[2],
+            "prompt_tokens": self.prompts,
+            "output_tokens": self.counts[0],
+            "cached_tokens": self.counts[1],
+            "preemptions": self.counts[3].astype(np.int32),
+            "recomputed_tokens": self.counts[2],
+            "status": self.ends[0].astype(np.int8),
+            "reason": self.ends[1],
+            "tenant": zeros if trace.tenant is None else np.asarray(trace.tenant, dtype=np.int32),
+            "priority": zeros
+            if trace.priority is None
+            else np.asarray(trace.priority, dtype=np.int32),
+        }
+        if len(self.replicas) > 1:
+            columns["replica"] = self.replica
+        return columns
+
+    def _reasons(self) -> tuple[str, ...]:
+        texts = (
+            TOO_LONG,
+            "prompt is empty",
+            f"prompt is not below max_model_len={self.config.max_model_len}",
+        )
+        order = self.reason_order.tolist()
+        seen = sorted((place, code) for code, place in enumerate(order) if place >= 0)
+        return tuple(texts[code] for _, code in seen)
+
+    def _counters(self) -> dict[str, int]:
+        kernel = self.kernel
+        total = self.rep.sum(axis=0)
+        return {
+            "prefix_cache_queries_tokens": int(total[kernel.R_QUERIES]),
+            "prefix_cache_hits_tokens": int(total[kernel.R_HITS]),
+            "preempted_prefix_cache_queries_tokens": int(total[kernel.R_QUERIES_AGAIN]),
+            "preempted_prefix_cache_hits_tokens": int(total[kernel.R_HITS_AGAIN]),
+            "preemptions": int(total[kernel.R_PREEMPTIONS]),
+            "recomputed_tokens": int(total[kernel.R_RECOMPUTED]),
+        }
+
+    def _ended_early(self) -> str | None:
+        kernel, n = self.kernel, len(self.trace)
+        left = n - int(self.glob[kernel.G_ENDED])
+        if not left:
+            return None
+        total = self.rep.sum(axis=0)
+        usable = max(self.config.num_gpu_blocks - 1, 0) * len(self.replicas)
+        return (
+            f"stalled: {left} of {n} requests could never be scheduled "
+            f"({int(total[kernel.R_WAITING])} waiting, {int(total[kernel.R_FREE])} of "
+            f"{usable} KV blocks free)"
+        )
+
+
+def _int64(values: npt.NDArray[Any]) -> Ints:
+    return np.ascontiguousarray(values, dtype=np.int64)
+
+
+def _joined(steps: dict[str, list[Column]], several: bool) -> dict[str, Column]:
+    """One column at a time, so that no two lie in memory twice."""
+    order = [*STEP_COLUMNS, "emitted", *(["replica"] if several else [])]
+    return {name: np.concatenate(steps.pop(name)) for name in order}

@@ -1,0 +1,274 @@
+"""Random deployments, traces and step models for runs that two engines must agree on to the last byte.
+
+    python tests/deployments.py [--n 1000] [--seed 1]
+
+runs as many of them on the compiled and on the step-by-step path and compares everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import numpy as np
+from workloads import Picker, RandomPicker
+
+from vsim.models.correction import Coefficients, CorrectedStepModel
+from vsim.models.curve import Curve
+from vsim.models.engine_steps import Attention, EngineStepModel, Host
+from vsim.models.load import LoadedStepModel, load_step_model, read_profile
+from vsim.models.roofline import RooflineStepModel
+from vsim.models.step import StepModel
+from vsim.models.table_params import StepContext
+from vsim.sim.cluster import ReplicaSpec, simulate_cluster
+from vsim.sim.config import SchedulerConfig
+from vsim.sim.front_end import FrontEnd
+from vsim.sim.router import ROUTES, named_route
+from vsim.sim.run import Run
+from vsim.traces.trace import Trace, TraceSource
+
+PROFILES = ("rtx4090-llama-3.1-8b", "rtxpro6000-llama-3.1-8b")
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """Arguments of `simulate_cluster`, made afresh for each engine: models and routes have a memory."""
+
+    trace: Trace
+    config: SchedulerConfig
+    model: tuple[Any, ...]
+    replicas: int
+    route: str
+    max_concurrency: int | None
+    frontend_s: float
+    front_end: FrontEnd | None
+
+    def run(self, engine: Any) -> tuple[Run, StepModel]:
+        model = step_model(self.model)
+        spec = ReplicaSpec(self.config, model, None, self.frontend_s)
+        run = simulate_cluster(
+            self.trace,
+            [spec] * self.replicas,
+            named_route(self.route, seed=3),
+            max_concurrency=self.max_concurrency,
+            front_end=self.front_end,
+            engine=engine,
+        )
+        return run, model
+
+
+def deployment(pick: Picker) -> Deployment:
+    block_size = pick.one_of([16, 1, 4, 8, 16, 32, 64])
+    max_model_len = block_size * pick.integer(4, 40) + pick.one_of([0, 0, 1, block_size - 1])
+    version = pick.one_of(["0.32.0"] * 6 + ["0.19.0", "0.8.5"])
+    old = version != "0.32.0"
+    oldest = version == "0.8.5"
+    stages = pick.one_of([1, 1, 1, 1, 2, 3])
+    is_async = not oldest and (stages == 1 or not old) and pick.one_of([False, True])
+    fits = -(-max_model_len // block_size)
+    # From less than the longest request to plenty.
+    blocks = pick.one_of([fits, fits + 1, fits + 1, 2 * fits, 4 * fits, 20 * fits]) + pick.integer(
+        0, 5
+    )
+    config = SchedulerConfig(
+        engine_version=version,
+        block_size=block_size,
+        num_gpu_blocks=blocks + 1,
+        max_num_seqs=pick.one_of([64, 1, 2, 5, 16, 256]),
+        max_num_batched_tokens=pick.one_of([2048, 16, 33, 64, 256, 512]),
+        max_num_scheduled_tokens=pick.one_of([None, None, None, None if oldest else 24]),
+        max_num_active_seqs=None if old else pick.one_of([None, None, None, 3]),
+        max_model_len=max_model_len,
+        enable_prefix_caching=pick.one_of([False, True]),
+        enable_chunked_prefill=pick.one_of([True, True, True, False]),
+        policy="fcfs" if oldest else pick.one_of(["fcfs", "fcfs", "priority"]),
+        long_prefill_token_threshold=pick.one_of([0, 0, 0, 7, block_size, 100]),
+        long_prefill_token_threshold_adaptive=not old and pick.one_of([False, True]),
+        scheduler_reserve_full_isl=pick.one_of([True, True, False]),
+        watermark=0.0 if old else pick.one_of([0.0, 0.0, 0.02, 0.2]),
+        async_scheduling=is_async,
+        pipeline_parallel_size=stages,
+        v2_model_runner=stages > 1 or pick.one_of([True, True, False]),
+    )
+    replicas = pick.one_of([1, 1, 1, 1, 2, 3, 5])
+    overlong = pick.one_of([None, None, "reject", "clip"])
+    return Deployment(
+        random_trace(pick, config),
+        config,
+        random_model(pick),
+        replicas,
+        pick.one_of(list(ROUTES)),
+        pick.one_of([None, None, 1, 3, 20]),
+        pick.one_of([0.0, 0.0, 0.006, 0.05]),
+        None if overlong is None else FrontEnd(max_model_len, overlong),
+    )
+
+
+def random_trace(pick: Picker, config: SchedulerConfig) -> Trace:
+    """Lengths around block boundaries; bursts with ties; prompts that share their beginnings."""
+    n = pick.one_of([1, 8, 30, 30, 60, 120])
+    rng = np.random.default_rng(pick.integer(0, 1 << 30))
+    longest = config.max_model_len + (3 if pick.one_of([False, False, True]) else -2)
+    most = max(1, min(longest, pick.one_of([40, 200, 2000])))
+    prompt = rng.integers(1, most + 1, n)
+    on_edge = rng.random(n) < 0.3
+    prompt[on_edge] = np.maximum(1, prompt[on_edge] // config.block_size * config.block_size)
+    output = rng.integers(1, 1 + pick.one_of([1, 5, 60, 200]), n)
+    kind = pick.one_of(["spread", "burst", "zero", "grid"])
+    gaps = {
+        "spread": rng.exponential(pick.one_of([1e6, 3e7, 5e8]), n),
+        "burst": np.where(rng.random(n) < 0.2, 2e8, 0),
+        "zero": np.zeros(n),
+        "grid": rng.integers(0, 4, n) * 1e7,
+    }[kind]
+    arrival = np.cumsum(gaps).astype(np.int64)
+    offsets = ids = None
+    tokens = 0
+    if pick.one_of([False, True]):
+        tokens = pick.one_of([config.block_size, 16, 24, 50, 512])
+        count = np.minimum(rng.integers(0, 12, n), -(-prompt // tokens) + 1)
+        offsets = np.concatenate([[0], np.cumsum(count)]).astype(np.int64)
+        # Trees: the first ids are common, the later ones rare; some negative.
+        ids = np.concatenate(
+            [rng.integers(-1, 2 + depth // 2, 1) for c in count for depth in range(c)]
+            or [np.empty(0)]
+        ).astype(np.int64)
+    capped = pick.one_of([False, False, True])
+    return Trace(
+        arrival_ns=arrival - arrival[0],
+        prompt_tokens=prompt.astype(np.int64),
+        output_tokens=output.astype(np.int64),
+        source=TraceSource("random", "inline"),
+        max_tokens=np.maximum(1, output + rng.integers(-2, 9, n)).astype(np.int64)
+        if capped
+        else None,
+        priority=rng.integers(0, 4, n).astype(np.int32) if pick.one_of([False, True]) else None,
+        prefix_offsets=offsets,
+        prefix_ids=ids,
+        prefix_block_tokens=tokens,
+        session=rng.integers(-1, 6, n).astype(np.int32) if pick.one_of([False, True]) else None,
+        aborted=rng.random(n) < 0.1 if pick.one_of([False, False, True]) else None,
+    )
+
+
+def random_model(pick: Picker) -> tuple[Any, ...]:
+    """What `step_model` makes one of."""
+    kind = pick.one_of(["roofline", "tables", "loaded tables", "engine-steps"])
+    return (kind, pick.integer(0, 1), pick.integer(0, 2), pick.one_of([0.0, 1e-4, 5e-3]))
+
+
+@functools.lru_cache(maxsize=64)
+def _plain(kind: str, variant: int, host_s: float) -> StepModel:
+    if kind == "roofline":
+        more = {
+            "window": 64,
+            "window_flops_per_pair": 3e5,
+            "window_kv_bytes_per_token": 9e3,
+            "num_experts": 8,
+            "top_k": 2,
+            "expert_bytes": 1.7e8,
+            "expert_flops_per_token": 3e9,
+            "all_reduce_latency_s": 1e-4,
+            "all_reduce_s_per_token": 1e-8,
+        }
+        return RooflineStepModel(
+            32, 1.4e10, 1.4e10, 1e9, 1e9, 5e5, 131072, 312e12, 2e12,
+            host_base_s=host_s, host_per_seq_s=host_s / 300, **(more if variant else {}),
+        )  # fmt: skip
+    return EngineStepModel(
+        Curve([1, 8, 64, 2048], [0.004, 0.0043, 0.009, 0.21]),
+        3e-6,
+        1e-4 * variant,
+        2e-4,
+        Attention(1e-9, 3e-8, 4e-8, 1e-8 * variant),
+        Host(host_s, host_s / 300, host_s / 70),
+    )
+
+
+def step_model(recipe: tuple[Any, ...]) -> StepModel:
+    kind, variant, correction, host_s = recipe
+    if kind == "loaded tables":
+        return load_step_model(
+            PROFILES[variant], context=StepContext(block_size=16, enforce_eager=correction == 2)
+        )
+    if kind == "tables":
+        calibration = read_profile(PROFILES[variant])[1]
+        model: StepModel = calibration.step_model(StepContext())
+        model.host_base_s, model.host_per_seq_s = host_s, host_s / 300  # type: ignore[attr-defined]
+    else:
+        model = _plain(kind, variant, host_s)
+    if correction:
+        model = CorrectedStepModel(
+            model, Coefficients(1e-3, 2e-3, 1e-6, 3e-9, -2e-5, 0.97 if correction == 1 else 0.01)
+        )
+    return model
+
+
+def difference(case: Deployment) -> str | None:
+    """What differs between the two paths; None: nothing."""
+    fast, fast_model = case.run("fast")
+    slow, slow_model = case.run("reference")
+    for field in fields(Run):
+        here, there = getattr(fast, field.name), getattr(slow, field.name)
+        pairs = {field.name: (here, there)}
+        if isinstance(there, dict) and field.name in ("requests", "steps"):
+            if list(here) != list(there):
+                return f"{field.name}: columns {list(here)} and {list(there)}"
+            pairs = {f"{field.name}.{name}": (here[name], there[name]) for name in there}
+        for name, (a, b) in pairs.items():
+            if isinstance(b, np.ndarray):
+                if a.dtype != b.dtype or a.shape != b.shape or a.tobytes() != b.tobytes():
+                    where = (
+                        np.flatnonzero((a != b).reshape(len(a), -1).any(axis=1))[:3]
+                        if a.shape == b.shape
+                        else (a.shape, b.shape)
+                    )
+                    return f"{name}: {a.dtype}, {b.dtype}, first at {where}"
+            elif a != b:
+                return f"{name}: {a!r} and {b!r}"
+    if isinstance(slow_model, LoadedStepModel):
+        assert isinstance(fast_model, LoadedStepModel)
+        if fast_model.provenance != slow_model.provenance or fast_model.steps != slow_model.steps:
+            return "the step model's own counts"
+    return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--n", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--start", type=int, default=0)
+    asked = parser.parse_args()
+    seen: Counter[str] = Counter()
+    began = time.monotonic()
+    for index in range(asked.start, asked.start + asked.n):
+        case = deployment(RandomPicker(f"fast/{asked.seed}/{index}"))
+        wrong = difference(case)
+        if wrong is not None:
+            print(f"deployment {index} of seed {asked.seed} differs in {wrong}\n{case.config}")
+            return 1
+        run, _ = case.run("fast")
+        seen["deployments"] += 1
+        seen["steps"] += len(run.steps["start_ns"])
+        seen["requests"] += run.num_requests
+        for name, count in run.counters.items():
+            seen[f"with {name}"] += count > 0
+        seen["with rejections"] += bool(run.reasons)
+        seen["stalled"] += run.ended_early is not None
+        seen["several replicas"] += case.replicas > 1
+    print(f"{asked.n} deployments equal in every byte, {time.monotonic() - began:.0f} s")
+    for name, count in seen.items():
+        print(f"{count:12,} {name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

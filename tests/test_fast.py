@@ -1,0 +1,149 @@
+"""The compiled path gives the step-by-step path's runs, byte for byte, or leaves them to it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from deployments import Deployment, deployment, difference
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from workloads import HypothesisPicker, RandomPicker
+
+from vsim.errors import UserError
+from vsim.models import kernel_params
+from vsim.models.roofline import RooflineStepModel
+from vsim.models.step import StepShape
+from vsim.sim.cluster import ReplicaSpec, simulate_cluster
+from vsim.sim.config import KVGroup, SchedulerConfig
+from vsim.sim.engine import simulate
+from vsim.sim.fast import dispatch, kernel
+from vsim.sim.fast.gaps import Gaps
+from vsim.traces.trace import Sessions, Trace
+
+ROOFLINE = RooflineStepModel(32, 1.4e10, 1.4e10, 1e9, 1e9, 5e5, 131072, 312e12, 2e12)
+
+
+@st.composite
+def deployments(draw: st.DrawFn) -> Deployment:
+    return deployment(HypothesisPicker(draw))
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(deployments())
+def test_any_deployment_gives_the_same_run_on_both_paths(case: Deployment) -> None:
+    assert difference(case) is None
+
+
+@pytest.mark.parametrize("index", range(25))
+def test_drawn_deployments_give_the_same_run(index: int) -> None:
+    """Fixed draws, so that preemption, prefix hits, stalls and several replicas occur in each test run."""
+    assert difference(deployment(RandomPicker(f"fast/1/{index}"))) is None
+
+
+def test_the_kernel_reads_a_step_models_numbers_where_they_are_written() -> None:
+    """numba's cache looks at one file alone, so the kernel repeats these places."""
+    places = {name: value for name, value in vars(kernel).items() if name[:2] in ("M_", "P_")}
+    integers = [name for name in places if name.startswith("M_")]
+    floats = [name for name in places if name.startswith("P_")]
+    assert [places[name] for name in integers] == list(range(len(kernel_params.INTEGERS)))
+    assert [places[name] for name in floats] == list(range(1, len(kernel_params.FLOATS)))
+    for constants, names in ((integers, kernel_params.INTEGERS), (floats, kernel_params.FLOATS)):
+        for constant, name in zip(constants, names[-len(constants) :], strict=True):
+            words = constant[2:].lower().replace("reduce_token", "reduce").split("_")
+            assert words[0].rstrip("s") in name, (constant, name)
+
+
+def tiny() -> Trace:
+    return Trace.of([0.0, 0.1], [100, 20], [5, 3])
+
+
+class Fixed:
+    def device_seconds(self, shape: StepShape) -> float:
+        return 0.01
+
+    def host_seconds(self, shape: StepShape) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SchedulerConfig(engine="v0"),
+        SchedulerConfig(kv_groups=(KVGroup(), KVGroup("swa", 128)), enable_prefix_caching=False),
+    ],
+)
+def test_what_the_kernel_does_not_know_goes_step_by_step(config: SchedulerConfig) -> None:
+    run = simulate(tiny(), config, ROOFLINE)
+    assert run.requests["output_tokens"].tolist() == [5, 3]
+    with pytest.raises(UserError, match="compiled kernel"):
+        simulate(tiny(), config, ROOFLINE, engine="fast")
+
+
+def test_an_unknown_step_model_or_a_conversation_goes_step_by_step() -> None:
+    turns = Sessions(np.array([-1, 0]), np.array([0, 10]))
+    for trace, model in (
+        (tiny(), Fixed()),
+        (dataclasses.replace(tiny(), sessions=turns), ROOFLINE),
+    ):
+        with pytest.raises(UserError, match="compiled kernel"):
+            simulate(trace, SchedulerConfig(), model, engine="fast")
+
+
+def test_a_model_that_answers_nonsense_is_refused_in_its_own_words() -> None:
+    from vsim.models.artifact import Calibration
+    from vsim.models.domain import Domain
+    from vsim.models.load import LoadedStepModel
+
+    endless = dataclasses.replace(ROOFLINE, bytes_per_s=1e-3)
+    model = LoadedStepModel(endless, Calibration("roofline", {}, Domain()), "endless")
+    with pytest.raises(UserError, match="profile endless: its params can't be used"):
+        simulate_cluster(tiny(), [ReplicaSpec(SchedulerConfig(), model)], engine=None)
+    with pytest.raises(UserError):
+        simulate(tiny(), SchedulerConfig(), model, engine="fast")
+
+
+def test_the_environment_can_ask_for_either_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(dispatch.VARIABLE, "reference")
+    assert dispatch.chosen(None) == "reference"
+    assert dispatch.chosen("fast") == "fast"
+    monkeypatch.setenv(dispatch.VARIABLE, "quick")
+    with pytest.raises(UserError, match="VSIM_ENGINE=quick"):
+        simulate(tiny(), SchedulerConfig(), ROOFLINE)
+
+
+def test_progress_is_told_in_between_and_may_stop_the_run() -> None:
+    n = 3000
+    trace = Trace.of(np.arange(n) * 0.5, np.full(n, 10), np.full(n, 40))
+    seen: list[tuple[int, int]] = []
+    run = simulate(
+        trace,
+        SchedulerConfig(),
+        ROOFLINE,
+        on_step=lambda now, done: seen.append((now, done)),
+        engine="fast",
+    )
+    assert len(run.steps["start_ns"]) > 100_000
+    assert len(seen) > 2
+    assert seen == sorted(seen)
+    assert seen[-1] == (run.end_ns, n)
+
+    def stop(now: int, done: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        simulate(trace, SchedulerConfig(), ROOFLINE, on_step=stop, engine="fast")
+
+
+def test_gaps_add_up_whatever_their_order() -> None:
+    rng = np.random.default_rng(5)
+    gaps = Gaps()
+    drawn = [rng.integers(0, 50, (k, 2)) + 1 for k in (0, 1, 300, 7)]
+    for pairs in drawn:
+        gaps.add(pairs)
+    values, counts = gaps.result()
+    everything = np.concatenate([np.repeat(p[:, 0], p[:, 1]) for p in drawn])
+    expected, times = np.unique(everything, return_counts=True)
+    assert values.tolist() == expected.tolist()
+    assert counts.tolist() == times.tolist()
