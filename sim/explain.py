@@ -67,21 +67,28 @@ def breakdown(run: Run, by: str = "e2el") -> Int64Array:
         raise UserError("this run has no engine steps: nothing is known of where its time went")
     done = (columns["status"] == FINISHED) & (columns["first_scheduled_ns"] >= 0)
     parts = np.zeros((run.num_requests, len(PARTS)), dtype=np.int64)
+    until = "first_token_ns" if by == "ttft" else "finish_ns"
     for rows, steps in _replicas(run, done):
-        parts[rows] = _of_replica(
-            run, rows, steps, "first_token_ns" if by == "ttft" else "finish_ns"
-        )
+        parts[rows] = _of_replica(run, rows, steps, until)
+        if "prefill_replica" in run.requests:
+            # Until the first token it was another replica's, whose steps are below.
+            parts[rows] -= _of_replica(run, rows, steps, "first_token_ns")
+    if "prefill_replica" in run.requests:
+        for rows, steps in _replicas(run, done, "prefill_replica"):
+            parts[rows] += _of_replica(run, rows, steps, "first_token_ns")
     return parts
 
 
-def _replicas(run: Run, done: npt.NDArray[np.bool_]) -> list[tuple[Int64Array, Int64Array]]:
-    """(finished requests, steps) of each replica, as row numbers."""
+def _replicas(
+    run: Run, done: npt.NDArray[np.bool_], column: str = "replica"
+) -> list[tuple[Int64Array, Int64Array]]:
+    """(finished requests, steps) of each replica, as row numbers; `column` says whose a request is."""
     replica = run.steps.get("replica")
     if replica is None or "replica" not in run.requests:
         return [(np.flatnonzero(done), np.arange(len(run.steps["start_ns"])))]
     return [
         (
-            np.flatnonzero(done & (run.requests["replica"] == which)),
+            np.flatnonzero(done & (run.requests[column] == which)),
             np.flatnonzero(replica == which),
         )
         for which in np.unique(replica)

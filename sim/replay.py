@@ -175,6 +175,7 @@ def replay(
             front_end=refuse,
             on_step=on_step,
             gpus_per_replica=deployment.gpus_per_replica,
+            block_bytes=deployment.capacity.bytes_per_block,
         )
         said += fleet.sentences()
         replicas = run.counters.get("replica_slots", replicas)

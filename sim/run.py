@@ -53,6 +53,8 @@ STEP_COLUMNS: dict[str, str] = {
 OPTIONAL_REQUEST_COLUMNS: dict[str, str] = {
     "replica": "int32",  # which replica served the request, -1: none
     "network_ns": "int64",  # one way between client and fleet
+    "prefill_replica": "int32",  # which replica computed the prompt, where pools share the work
+    "handed_over_ns": "int64",  # when it had, and the request went to `replica`; -1: it stayed
     "attempts": "int32",  # times a replica was asked; the marks are the last attempt's
 }
 OPTIONAL_STEP_COLUMNS: dict[str, str] = {

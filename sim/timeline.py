@@ -127,7 +127,15 @@ def idle_after(
         way = requests["network_ns"]
         sent, ended = np.where(sent >= 0, sent + way, -1), np.where(ended >= 0, ended - way, -1)
     if replica is not None and "replica" in requests:
-        sent, ended = sent[requests["replica"] == replica], ended[requests["replica"] == replica]
+        here = requests["replica"] == replica
+        over = requests.get("handed_over_ns")
+        if over is not None:
+            # Where pools share the work: at the one until it is handed over, at the other from then on.
+            moved, first = over >= 0, requests["prefill_replica"] == replica
+            sent = np.where(moved & here, over, sent)
+            ended = np.where(moved & first, over, ended)
+            here = np.where(moved, here | first, here)
+        sent, ended = sent[here], ended[here]
     sent, ended = np.sort(sent[sent >= 0]), np.sort(ended[ended >= 0])
     idle = np.append(start[1:] > end[:-1], True)
     at = np.flatnonzero(idle)

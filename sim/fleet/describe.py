@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from vsim.sim.run import ABORTED, Run
-from vsim.sim.text import number, plain
+from vsim.sim.text import number, plain, short
 
 MAX_EVENTS = 12  # shown in the table; summary.json has all
 WORDS = {
@@ -40,6 +40,15 @@ def fleet_summary(run: Run) -> dict[str, Any]:
     if attempts is not None:
         found["retried_requests"] = int((attempts > 1).sum())
         found["attempts"] = int(attempts.sum())
+    if "kv_transfers" in run.counters:
+        count, blocks = run.counters["kv_transfers"], run.counters["kv_transferred_blocks"]
+        block_bytes = run.config.get("kv_cache", {}).get("bytes_per_block")
+        found["kv_transfers"] = count
+        found["kv_transferred_blocks"] = blocks
+        found["kv_transferred_bytes"] = None if block_bytes is None else blocks * block_bytes
+        found["mean_kv_transfer_ms"] = (
+            run.counters["kv_transfer_ns"] / 1e6 / count if count else None
+        )
     for name in ("lost_tokens", "lost_output_tokens"):
         if name in run.counters:
             found[name] = run.counters[name]
@@ -58,6 +67,14 @@ def fleet_rows(s: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = []
     if "attempts" in s:
         rows.append(("Requests tried again:", number(s["retried_requests"])))
+    if "kv_transfers" in s:
+        rows.append(("Prompts handed from prefill to decode:", number(s["kv_transfers"])))
+        if s["kv_transferred_bytes"] is not None:
+            sent = s["kv_transferred_bytes"] / 1e9
+            rows.append(("KV handed over (GB per GPU):", number(sent, 3)))
+        rows.append(
+            ("  mean transfer, its turn not counted (ms):", short(s["mean_kv_transfer_ms"]))
+        )
     if "lost_tokens" in s:
         rows.append(("Tokens computed for nothing (failures):", number(s["lost_tokens"])))
         rows.append(("  of them said and lost:", number(s["lost_output_tokens"])))

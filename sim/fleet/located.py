@@ -39,9 +39,9 @@ class Section:
             self._left[name] = value
         self._lines = {name: value.start_mark.line + 1 for name, value in self._left.items()}
 
-    def keys(self) -> list[str]:
-        """Keys not read yet, in the file's order."""
-        return list(self._left)
+    def had(self, key: str) -> bool:
+        """Did the file have it, read by now or not?"""
+        return key in self._lines
 
     def fail(self, key: str, rule: str) -> UserError:
         """An error about `key`, where it stands."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from vsim.errors import UserError
 from vsim.sim.fleet.autoscale import METRICS, Autoscale
 from vsim.sim.fleet.located import Section, read_located
-from vsim.sim.fleet.spec import Admission, FleetSpec, Network, Outage, Retry
+from vsim.sim.fleet.spec import Admission, Disaggregation, FleetSpec, Network, Outage, Retry
 from vsim.sim.router import named_route
 
 MAX_REPLICAS = 4096
@@ -19,6 +19,16 @@ def read_fleet(path: str | Path) -> FleetSpec:
     top = read_located(path, "fleet file")
     replicas = top.integer_or_none("replicas", least=1, most=MAX_REPLICAS)
     autoscale = _autoscale(top.section("autoscale"))
+    pools = _disaggregation(top.section("disaggregation"))
+    if pools is not None:
+        for key in ("autoscale", "failures", "drains"):
+            if top.had(key):
+                raise top.fail(key, "beside disaggregation is not simulated: drop one of them")
+        if replicas not in (None, pools.replicas):
+            raise top.fail(
+                "replicas", f"is {replicas}, and the pools have {pools.replicas} together"
+            )
+        replicas = pools.replicas
     most = MAX_REPLICAS if replicas is None else replicas
     if autoscale is not None:
         most = autoscale.max_replicas
@@ -37,19 +47,20 @@ def read_fleet(path: str | Path) -> FleetSpec:
         drains=_outages(top.sections("drains"), most),
         retry=_retry(top.section("retry")),
         autoscale=autoscale,
+        disaggregation=pools,
     )
     top.end()
     return spec
 
 
-def _route(top: Section) -> str | None:
-    if "route" not in top:
+def _route(top: Section, key: str = "route") -> str | None:
+    if key not in top:
         return None
-    name = top.text("route")
+    name = top.text(key)
     try:
         named_route(name)
     except UserError as error:
-        raise top.fail("route", f"names no route: {error}") from None
+        raise top.fail(key, f"names no route: {error}") from None
     return name
 
 
@@ -164,6 +175,27 @@ def _autoscale(section: Section | None) -> Autoscale | None:
         tolerance=section.number("tolerance", nothing.tolerance, most=10.0),
         max_up_pods=section.integer("max_up_pods", nothing.max_up_pods, least=0, most=MAX_REPLICAS),
         max_up_percent=section.number("max_up_percent", nothing.max_up_percent, most=1e6),
+    )
+    section.end()
+    return found
+
+
+def _disaggregation(section: Section | None) -> Disaggregation | None:
+    if section is None:
+        return None
+    for key in ("prefill_replicas", "decode_replicas", "bandwidth_gb_s"):
+        if key not in section:
+            raise section.missing(
+                "prefill_replicas, decode_replicas and bandwidth_gb_s",
+                "{prefill_replicas: 1, decode_replicas: 1, bandwidth_gb_s: 50}",
+            )
+    found = Disaggregation(
+        prefill_replicas=section.integer("prefill_replicas", 1, least=1, most=MAX_REPLICAS),
+        decode_replicas=section.integer("decode_replicas", 1, least=1, most=MAX_REPLICAS),
+        bandwidth_gb_s=section.number("bandwidth_gb_s", 1.0, least=1e-6, positive=True),
+        latency_s=section.number("latency_s", 0.0, most=3600),
+        first_token=section.choice("first_token", "prefill", ("prefill", "decode")),  # type: ignore[arg-type]
+        decode_route=_route(section, "decode_route"),
     )
     section.end()
     return found

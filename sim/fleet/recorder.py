@@ -30,11 +30,18 @@ class FleetRecorder(Recorder):
         super().__init__(trace, num_replicas)
         self.one_way_ns = one_way_ns
         self.attempts: list[int] | None = [0] * len(trace) if retries else None
+        self.prefill_replica: list[int] | None = None
+        self.handed_over_ns: list[int] = []
         self.events: list[RunEvent] = []
         self.lost_tokens = 0  # prompt and output tokens computed for attempts that failed
         self.lost_output_tokens = 0
         # Gaps of requests under way: those of a failed attempt are in no statistic.
         self._gaps: dict[int, list[int]] | None = defaultdict(list) if breaks else None
+
+    def pools(self) -> None:
+        """Prefill and decode are different replicas in this run."""
+        self.prefill_replica = [-1] * len(self.trace)
+        self.handed_over_ns = [-1] * len(self.trace)
 
     def event(self, now: int, kind: str, replica: int = -1, text: str = "") -> None:
         self.events.append(RunEvent(now, kind, replica, text))
@@ -81,6 +88,9 @@ class FleetRecorder(Recorder):
     def request_columns(self, client: dict[str, Column]) -> dict[str, Column]:
         columns = super().request_columns(client)
         kinds = OPTIONAL_REQUEST_COLUMNS
+        if self.prefill_replica is not None:
+            for name in ("prefill_replica", "handed_over_ns"):
+                columns[name] = np.asarray(getattr(self, name), dtype=kinds[name])
         if self.attempts is not None:
             columns["attempts"] = np.asarray(self.attempts, dtype=kinds["attempts"])
         if self.one_way_ns is not None:

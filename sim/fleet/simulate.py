@@ -17,10 +17,11 @@ from vsim.sim.cluster import ReplicaSpec
 from vsim.sim.engine import NS, Replica, make_scheduler
 from vsim.sim.fleet import spec as says
 from vsim.sim.fleet.autoscale import Autoscaler
+from vsim.sim.fleet.disaggregation import FleetReplica, Pools
 from vsim.sim.fleet.recorder import FleetRecorder
 from vsim.sim.fleet.spec import FleetSpec, Outage
-from vsim.sim.router import Route, round_robin
-from vsim.sim.run import Run
+from vsim.sim.router import Route, named_route, round_robin
+from vsim.sim.run import REJECTED, Run
 from vsim.sim.scheduler import EngineDiedError, Scheduler
 from vsim.traces.trace import Trace, TraceRequest
 
@@ -30,7 +31,7 @@ class Slot:
     """A place for a replica: the engine that runs there now, and the requests it has."""
 
     number: int
-    engine: Replica
+    engine: FleetReplica
     since_ns: int = 0  # paid for from here on
     process: simpy.Process | None = None
     starting: bool = False
@@ -56,17 +57,25 @@ def simulate_fleet(
     front_end: Callable[[TraceRequest], str | None] | None = None,
     on_step: Callable[[int, int], None] | None = None,
     gpus_per_replica: int = 1,
+    block_bytes: int = 0,
 ) -> Run:
     """Replay `trace` on `fleet.replicas` replicas like `replica`, under the fleet's limits and events.
 
     As `cluster.simulate_cluster`, to which it is equal in every column where the fleet file asks for
     nothing. Every request ends exactly once: finished, rejected or aborted, the latter two with a reason.
-    `seed` draws the network's jitter. Raises UserError for a fleet without replicas.
+    `seed` draws the network's jitter; `block_bytes`: one KV block of a rank, for handing it over. Raises UserError for a fleet without replicas.
     """
     if fleet.replicas is None:
         raise UserError(f"{fleet.name}: replicas is missing: state it there or with --replicas")
     simulated = _Fleet(
-        trace, replica, fleet, route or round_robin(), seed, max_concurrency, gpus_per_replica
+        trace,
+        replica,
+        fleet,
+        route or round_robin(),
+        seed,
+        max_concurrency,
+        gpus_per_replica,
+        block_bytes,
     )
     return simulated.run(front_end, on_step)
 
@@ -89,6 +98,7 @@ class _Fleet:
         seed: int,
         max_concurrency: int | None,
         gpus_per_replica: int = 1,
+        block_bytes: int = 0,
     ) -> None:
         self.trace, self.template, self.spec, self.route = trace, replica, fleet, route
         self.limits = fleet.admission
@@ -104,6 +114,14 @@ class _Fleet:
         )
         self.client = Client(self.env, trace, self._send, max_concurrency)
         self.gpus_per_replica = gpus_per_replica
+        self.pools = None
+        if fleet.disaggregation is not None:
+            self.pools = Pools(
+                trace, replica.config, fleet.disaggregation, block_bytes, self.recorder
+            )
+            self.decode_route = named_route(
+                fleet.disaggregation.decode_route or fleet.route or "round-robin", seed + 1
+            )
         self.slots: list[Slot] = []  # in order of their numbers
         self.num_places = fleet.replicas or 0  # highest number in use + 1
         self.replica_ns = 0  # paid for, of replicas that have gone
@@ -170,19 +188,30 @@ class _Fleet:
                 self._scale(now)
         self.env.run()
 
-    def _engine(self, number: int) -> Replica:
+    def _engine(self, number: int) -> FleetReplica:
         template, on_step = self.template, self.on_step
         link = None if template.host_link is None else simpy.Resource(self.env)
-        engine = Replica(
+        trace, recorder, ended = self.trace, self.recorder, self._ended
+        front_end, channels = self.front_end, None
+        if self.pools is None:
+            scheduler: Scheduler = make_scheduler(template.config)
+        else:
+            side = self.pools.side(number)
+            scheduler, trace, channels = side.scheduler, side.trace, side.channels
+            recorder = side.recorder  # type: ignore[assignment]
+            front_end = side.front_end(front_end)
+            if side.is_prefill:
+                ended = self._prefilled
+        engine = FleetReplica(
             self.env,
-            self.trace,
-            make_scheduler(template.config),
+            trace,
+            scheduler,
             template.config,
             template.step_model,
-            self.recorder,
-            self._ended,
+            recorder,
+            ended,
             frontend_ns=round(template.frontend_s * NS),
-            front_end=self.front_end,
+            front_end=front_end,
             host_link=template.host_link,
             on_step=None
             if on_step is None
@@ -190,6 +219,8 @@ class _Fleet:
             number=number,
             link=link,
         )
+        if channels is not None:
+            engine.pull_over(channels)
         self.schedulers.append(engine.scheduler)
         return engine
 
@@ -359,6 +390,8 @@ class _Fleet:
         slot = open_slots[chosen]
         if self.recorder.replica is not None:
             self.recorder.replica[index] = slot.number
+        if self.recorder.prefill_replica is not None:
+            self.recorder.prefill_replica[index] = slot.number
         if self.recorder.attempts is not None:
             self.recorder.attempts[index] += 1
         refusal = self._refusal(slot, index)
@@ -376,8 +409,14 @@ class _Fleet:
         return [
             slot
             for slot in self.slots
-            if slot.takes and (most is None or slot.engine.in_flight < most)
+            if slot.takes
+            and self._is_entrance(slot)
+            and (most is None or slot.engine.in_flight < most)
         ]
+
+    def _is_entrance(self, slot: Slot) -> bool:
+        """Do requests come here first?"""
+        return self.pools is None or slot.number < self.pools.link.prefill_replicas
 
     def _refusal(self, slot: Slot, index: int) -> str | None:
         """What the replica's own front end says to one more request."""
@@ -417,6 +456,25 @@ class _Fleet:
         elif slot.draining and not slot.requests:
             self.recorder.event(int(self.env.now), "drained", slot.number)
         self._over(index)
+        self._release()
+
+    def _prefilled(self, index: int) -> None:
+        """A prefill engine is through with a request: on to a decode engine, unless that was all."""
+        assert self.pools is not None
+        if self.recorder.status[index] == REJECTED or not self.pools.goes_on(index):
+            self._ended(index)
+            return
+        slot = self.place.pop(index)
+        del slot.requests[index]
+        decoders = self.slots[self.pools.link.prefill_replicas :]
+        engines = [other.engine for other in decoders]
+        chosen = self.decode_route(self.trace.request(index), engines) if len(engines) > 1 else 0
+        self.pools.hand_over(index, slot.engine, int(self.env.now))
+        self.place[index] = decoders[chosen]
+        decoders[chosen].requests[index] = None
+        assert self.recorder.replica is not None
+        self.recorder.replica[index] = decoders[chosen].number
+        engines[chosen].receive(index)
         self._release()
 
     def _over(self, index: int) -> None:
@@ -468,6 +526,10 @@ class _Fleet:
         if config.kv_offload is not None:
             counters["offload_loaded_blocks"] = recorder.loaded_blocks
             counters["offload_stored_blocks"] = recorder.stored_blocks
+        if self.pools is not None:
+            counters["kv_transfers"] = self.pools.transfers
+            counters["kv_transferred_blocks"] = recorder.loaded_blocks
+            counters["kv_transfer_ns"] = round(sum(c.busy_ns for c in self.pools.channels))
         if self.scaler is not None:
             end = self._end_ns()
             counters["replica_slots"] = self.num_places

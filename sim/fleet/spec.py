@@ -74,6 +74,28 @@ class Retry:
 
 
 @dataclass(frozen=True, slots=True)
+class Disaggregation:
+    """Two pools and the link between them.
+
+    A transfer takes `latency_s` plus its bytes over `bandwidth_gb_s` (1e9 bytes/s, of one GPU's link; each
+    rank pulls its own share), one at a time into a decode engine. `first_token` "prefill": the client gets
+    the prefill engine's token, and the decode engine goes on from there. "decode": that token is thrown away
+    and the decode engine says all of them, as with vLLM's example proxy.
+    """
+
+    prefill_replicas: int
+    decode_replicas: int
+    bandwidth_gb_s: float
+    latency_s: float = 0.0
+    first_token: Literal["prefill", "decode"] = "prefill"
+    decode_route: str | None = None
+
+    @property
+    def replicas(self) -> int:
+        return self.prefill_replicas + self.decode_replicas
+
+
+@dataclass(frozen=True, slots=True)
 class FleetSpec:
     """A fleet file. `replicas` and `route` None: left to the command line. `name`: the file's, for messages."""
 
@@ -86,6 +108,7 @@ class FleetSpec:
     drains: tuple[Outage, ...] = ()
     retry: Retry = field(default_factory=Retry)
     autoscale: Autoscale | None = None
+    disaggregation: Disaggregation | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -140,6 +163,19 @@ class FleetSpec:
             said.append(
                 "a replica that fails loses its KV cache and its requests at once (nobody needs time to "
                 f"notice); these {again}"
+            )
+        if self.disaggregation is not None:
+            of = self.disaggregation
+            said.append(
+                f"the first {of.prefill_replicas} of {of.replicas} replicas prefill, the others decode; "
+                f"handing over takes "
+                f"{of.latency_s:g} s plus the KV blocks' bytes at {of.bandwidth_gb_s:g} GB/s per GPU"
+            )
+            said.append(
+                "the client's first token is the prefill engine's, and the decode engine goes on from it; "
+                "vLLM's example proxy throws that token away (first_token: decode)"
+                if of.first_token == "prefill"
+                else "the prefill engine's token is thrown away, and the decode engine says the first one"
             )
         if self.autoscale is not None:
             said.append(
