@@ -42,7 +42,8 @@ def render_report(run: Run, summary: Mapping[str, Any]) -> str:
     sections.append(_section("Totals", report_tables.engine_table(summary)))
     if "gpu_hours" in summary:
         rows = [(label.rstrip(":"), value) for label, value in bill_rows(summary)]
-        rows += [("Prices", summary["prices"].removeprefix("Prices: "))] * ("prices" in summary)
+        if "prices" in summary:
+            rows.append(("Prices", summary["prices"].removeprefix("Prices: ")))
         sections.append(_section("GPU time and cost", report_tables.two_columns(rows)))
     if reasons := report_tables.reasons_table(summary):
         sections.append(_section("Rejected requests", reasons))
