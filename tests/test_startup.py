@@ -21,8 +21,8 @@ REPLAY = ["replay", str(AZURE), "--model", "meta-llama/Llama-3.1-8B-Instruct", "
 SLOW = {"pandas", "pyarrow", "scipy", "sklearn", "plotly", "yaml", "joblib"}
 
 
-def imported_by(*args: str) -> set[str]:
-    """Which of the slow libraries `vsim ARGS` imported."""
+def modules_after(*args: str) -> set[str]:
+    """What `vsim ARGS` imported."""
     code = (
         "import sys\n"
         "from vsim.cli import main\n"
@@ -37,7 +37,12 @@ def imported_by(*args: str) -> set[str]:
         [sys.executable, "-c", code, *args], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    return SLOW & set(done.stderr.splitlines()[-1].split())
+    return set(done.stderr.splitlines()[-1].split())
+
+
+def imported_by(*args: str) -> set[str]:
+    """Which of the slow libraries `vsim ARGS` imported."""
+    return SLOW & modules_after(*args)
 
 
 def test_a_replay_to_the_table_imports_none_of_the_slow_libraries() -> None:
@@ -96,3 +101,24 @@ def test_a_profile_is_parsed_once_until_its_file_changes(
     profile.unlink()
     with pytest.raises(UserError, match="neither a file"):
         load.read_profile(profile)
+
+
+def test_the_compiled_path_starts_without_scipys_linear_algebra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VSIM_ENGINE", "fast")
+    found = modules_after(*REPLAY, "--limit", "20")
+    assert "numba" in found and "vsim.sim.fast.kernel" in found
+    assert "scipy.linalg" not in found
+
+
+def test_only_numba_is_told_that_there_is_no_scipy() -> None:
+    code = (
+        "from vsim.commands.numba_start import spare_scipy\n"
+        "spare_scipy(); spare_scipy()\n"
+        "import numba.np.arraymath, sys\n"
+        "assert 'scipy.linalg' not in sys.modules\n"
+        "import scipy.linalg\n"
+        "assert len([f for f in sys.meta_path if 'NoScipy' in type(f).__name__]) == 1"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
