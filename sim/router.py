@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from vsim.errors import UserError
 from vsim.traces.trace import TraceRequest
@@ -68,6 +68,12 @@ class PowerOfTwo:
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
+
+    def draws(self, again: Any = None) -> Any:
+        """The state of the draws; with `again`, go back to one."""
+        if again is not None:
+            self._random.setstate(again)
+        return self._random.getstate()
 
     def draw(self, count: int) -> tuple[int, int]:
         """The next two of `count` replicas."""

@@ -147,3 +147,10 @@ def test_gaps_add_up_whatever_their_order() -> None:
     expected, times = np.unique(everything, return_counts=True)
     assert values.tolist() == expected.tolist()
     assert counts.tolist() == times.tolist()
+
+
+def test_the_arrays_are_handed_over_in_the_kernels_order() -> None:
+    from vsim.sim.fast.simulate import ARRAYS
+
+    code = kernel.advance.py_func.__code__
+    assert code.co_varnames[: code.co_argcount] == ARRAYS

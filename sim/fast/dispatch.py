@@ -58,5 +58,5 @@ def is_compiled() -> bool:
         index.stat().st_mtime >= written
         for place in places
         if place.is_dir()
-        for index in place.rglob("kernel.advance-*.nbi")
+        for index in place.rglob("kernel.advance_at-*.nbi")
     )

@@ -15,7 +15,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import carray, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 # --- places in the arrays of integers -------------------------------------------------------------------
 
@@ -142,14 +144,16 @@ ROW_COLUMNS = 15
     C_IDS_KEYS,
     C_HASH,
     C_TABLE,
-) = range(32)
+    C_LOOKS_UP,
+    C_COUNTS_ONLY,
+) = range(34)
 
 # Routes
 (ONE_BY_ONE, FEWEST, FEWEST_TOKENS, OF_TWO, BY_PREFIX, BY_KV) = range(6)
 # Why a request was refused
 (TOO_LONG, EMPTY, NOT_BELOW) = range(3)
 # What went wrong
-(FINE, BAD_DEVICE, BAD_HOST) = range(3)
+(FINE, BAD_DEVICE, BAD_HOST, BLOCKS_MATTER) = range(4)
 
 MAX_EVENTS = 1 << 17
 MAX_STEP_S = 1e6
@@ -244,7 +248,7 @@ Array = Any  # numba arrays
 # --- curves (models/curve.py) ---------------------------------------------------------------------------
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def bisect_right(values: Array, at: int, count: int, x: float) -> int:
     low, high = 0, count
     while low < high:
@@ -256,7 +260,7 @@ def bisect_right(values: Array, at: int, count: int, x: float) -> int:
     return low
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def bisect_left(values: Array, at: int, count: int, x: float) -> int:
     low, high = 0, count
     while low < high:
@@ -268,7 +272,7 @@ def bisect_left(values: Array, at: int, count: int, x: float) -> int:
     return low
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def points_at(floats: Array, at: int, count: int, slopes: int, x: float) -> float:
     """`Curve.__call__`: xs at `at`, ys `count` on, slopes at `slopes`."""
     i = bisect_right(floats, at, count, x) - 1
@@ -277,14 +281,14 @@ def points_at(floats: Array, at: int, count: int, slopes: int, x: float) -> floa
     return floats[at + count + i] + floats[slopes + i] * (x - floats[at + i])
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def curve(ints: Array, floats: Array, number: int, x: float) -> float:
     place = ints[M_CURVES] + 2 * number
     at, count = ints[place], ints[place + 1]
     return points_at(floats, at, count, at + 2 * count, x)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def bracket(floats: Array, at: int, count: int, x: float) -> tuple[int, int, float]:
     if count == 1 or x <= floats[at]:
         return 0, 0, 0.0
@@ -293,7 +297,7 @@ def bracket(floats: Array, at: int, count: int, x: float) -> tuple[int, int, flo
     return i, j, (x - floats[at + i]) / (floats[at + j] - floats[at + i])
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def blended(ints: Array, floats: Array, n: int) -> tuple[int, int]:
     """Where the decode curve of `n` sequences lies, and its points: `AttentionGrid.decode_curve`."""
     room = ints[M_BLEND_POINTS]
@@ -358,7 +362,7 @@ def blended(ints: Array, floats: Array, n: int) -> tuple[int, int]:
 # --- attention (models/attention.py) --------------------------------------------------------------------
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def alpha_of(
     ints: Array, floats: Array, chunk: float, n: int, longest: float, context: float
 ) -> float:
@@ -375,7 +379,7 @@ def alpha_of(
     return floats[ints[M_ALPHA] + place]
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def mixed_cell(ints: Array, floats: Array, row: int, n: float, kv: float) -> float:
     cells = ints[M_MIXED_CELLS] + row
     low, count = ints[cells], ints[cells + 1] - ints[cells]
@@ -386,7 +390,7 @@ def mixed_cell(ints: Array, floats: Array, row: int, n: float, kv: float) -> flo
     return y + weight * (curve(ints, floats, ints[M_MIXED_CURVE] + low + j, kv) - y)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def mixed_row(ints: Array, floats: Array, number: int, key: float, n: float, kv: float) -> float:
     chunk = floats[ints[M_MIXED_CHUNKS] + number]
     context = key - chunk / 2
@@ -406,7 +410,7 @@ def mixed_row(ints: Array, floats: Array, number: int, key: float, n: float, kv:
     return y + weight * (mixed_cell(ints, floats, first + j, n, kv) - y)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def mixed_us(ints: Array, floats: Array, tokens: float, key: float, n: float, kv: float) -> float:
     i, j, weight = bracket(floats, ints[M_MIXED_CHUNKS], ints[M_MIXED], tokens)
     y = mixed_row(ints, floats, i, key, n, kv)
@@ -415,7 +419,7 @@ def mixed_us(ints: Array, floats: Array, tokens: float, key: float, n: float, kv
     return y + weight * (mixed_row(ints, floats, j, key, n, kv) - y)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def attention_us(
     ints: Array,
     floats: Array,
@@ -464,7 +468,7 @@ def attention_us(
 # --- step models (models/roofline.py, tables.py, engine_steps.py, correction.py) --------------------------
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def device_seconds(
     ints: Array,
     floats: Array,
@@ -542,7 +546,7 @@ def device_seconds(
     return seconds
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def count_outside(
     ints: Array,
     glob: Array,
@@ -581,7 +585,7 @@ def count_outside(
 POOL = 5
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def bucket_of(key: int, replica: int, size: int) -> int:
     """First place of a key's chain in `chains`."""
     mixed = np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)
@@ -589,7 +593,7 @@ def bucket_of(key: int, replica: int, size: int) -> int:
     return 2 * (replica * size + int(mixed))
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def forget(pool: Array, keys: Array, chains: Array, block: int, bucket: int) -> None:
     before, after = pool[block, B_CHAIN_BEFORE], pool[block, B_CHAIN_NEXT]
     if before < 0:
@@ -603,7 +607,7 @@ def forget(pool: Array, keys: Array, chains: Array, block: int, bucket: int) -> 
     keys[block] = 0
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def take(pool: Array, keys: Array, chains: Array, null: int, replica: int, size: int) -> int:
     """The first free block, for new content."""
     block = pool[null, B_NEXT]
@@ -616,7 +620,7 @@ def take(pool: Array, keys: Array, chains: Array, null: int, replica: int, size:
     return block
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def insert(pool: Array, block: int, before: int) -> None:
     """Into the free ring, right after `before`."""
     after = pool[before, B_NEXT]
@@ -626,7 +630,7 @@ def insert(pool: Array, block: int, before: int) -> None:
     pool[after, B_BEFORE] = block
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def register(
     pool: Array, keys: Array, chains: Array, block: int, key: int, replica: int, size: int
 ) -> None:
@@ -642,7 +646,7 @@ def register(
     chains[bucket + 1] = block
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def find(pool: Array, keys: Array, chains: Array, key: int, replica: int, size: int) -> int:
     """The block registered first of those that hold `key`; -1: none."""
     block = chains[bucket_of(key, replica, size)]
@@ -651,7 +655,7 @@ def find(pool: Array, keys: Array, chains: Array, key: int, replica: int, size: 
     return block
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def prefix_nodes(offsets: Array, ids: Array, covered: int, prompts: Array, nodes: Array) -> None:
     """Number every distinct sequence of content ids: `nodes[i]` stands for the ids of its row up to i.
 
@@ -688,7 +692,7 @@ def prefix_nodes(offsets: Array, ids: Array, covered: int, prompts: Array, nodes
             nodes[at] = parent
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def block_key(cfg: Array, offsets: Array, nodes: Array, request: int, prompt: int, k: int) -> int:
     """The key of a request's block `k`: its shared prefix up to there, else its own; never 0."""
     covered = cfg[C_IDS_TOKENS]
@@ -701,7 +705,7 @@ def block_key(cfg: Array, offsets: Array, nodes: Array, request: int, prompt: in
     return -(request * cfg[C_TABLE] + k) - 1
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def register_upto(
     cfg: Array,
     hot: Array,
@@ -726,7 +730,7 @@ def register_upto(
     hot[slot, H_KEYED] = full
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def free_request(
     cfg: Array, rep: Array, r: int, hot: Array, slot: int, table: Array, pool: Array, keys: Array
 ) -> None:
@@ -762,7 +766,7 @@ def free_request(
 # --- queues ----------------------------------------------------------------------------------------------
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def sooner(a: int, b: int, priority: Array, sent: Array) -> bool:
     if priority[a] != priority[b]:
         return priority[a] < priority[b]
@@ -771,7 +775,7 @@ def sooner(a: int, b: int, priority: Array, sent: Array) -> bool:
     return a < b
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def heap_push(heap: Array, size: int, request: int, priority: Array, sent: Array) -> None:
     at = size
     while at > 0:
@@ -783,7 +787,7 @@ def heap_push(heap: Array, size: int, request: int, priority: Array, sent: Array
     heap[at] = request
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def heap_remove(heap: Array, size: int, at: int, priority: Array, sent: Array) -> None:
     """Take out the entry at `at` of `size`."""
     last = heap[size - 1]
@@ -809,7 +813,7 @@ def heap_remove(heap: Array, size: int, at: int, priority: Array, sent: Array) -
     heap[at] = last
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def push_waiting(
     cfg: Array,
     rep: Array,
@@ -836,7 +840,7 @@ def push_waiting(
     rep[r, R_WAITING] += 1
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def remove_waiting(
     cfg: Array,
     rep: Array,
@@ -869,7 +873,7 @@ def remove_waiting(
 # --- client and router (client.py, router.py) -------------------------------------------------------------
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def place_of(
     cfg: Array,
     glob: Array,
@@ -915,7 +919,7 @@ def place_of(
     return best
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def send(
     cfg: Array,
     glob: Array,
@@ -948,7 +952,7 @@ def send(
         glob[G_SEQ] += 1
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def ended(
     cfg: Array,
     glob: Array,
@@ -973,7 +977,7 @@ def ended(
         send(cfg, glob, rep, first, after, prompts, sent, replica, fixed, pairs)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def timer(glob: Array, rep: Array, r: int, state: int, at: int) -> None:
     rep[r, R_STATE] = state
     rep[r, R_AT] = at
@@ -981,7 +985,7 @@ def timer(glob: Array, rep: Array, r: int, state: int, at: int) -> None:
     glob[G_SEQ] += 1
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def sleep(cfg: Array, glob: Array, rep: Array, r: int, sent: Array) -> None:
     """Until something is in the inbox (`Replica._sleep`)."""
     first = rep[r, R_INBOX_HEAD]
@@ -995,7 +999,7 @@ def sleep(cfg: Array, glob: Array, rep: Array, r: int, sent: Array) -> None:
 # --- the loop ----------------------------------------------------------------------------------------------
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def schedule(
     cfg: Array,
     glob: Array,
@@ -1091,6 +1095,9 @@ def schedule(
             else:
                 break
             # Somebody has to give way.
+            if cfg[C_COUNTS_ONLY]:
+                glob[G_ERROR] = BLOCKS_MATTER  # it may find its own blocks again
+                return 0
             place = count - 1
             if cfg[C_PRIORITY]:
                 place = 0
@@ -1235,13 +1242,14 @@ def schedule(
             rep[r, R_ROWS_FREE] -= 1
             row = free_rows[r, rep[r, R_ROWS_FREE]]
             hot[slot, H_ROW] = row
-            if caching:
+            if cfg[C_LOOKS_UP]:
                 if hot[slot, H_PREEMPTIONS]:
                     rep[r, R_QUERIES_AGAIN] += known
                     rep[r, R_HITS_AGAIN] += hit_tokens
                 else:
                     rep[r, R_QUERIES] += known
                     rep[r, R_HITS] += hit_tokens
+            if caching:
                 at = scratch.shape[0] - cfg[C_TABLE]
                 for k in range(hits):
                     block = scratch[at + k]
@@ -1374,7 +1382,7 @@ def schedule(
     return place
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def advance(
     cfg: Array,
     glob: Array,
@@ -1704,3 +1712,64 @@ def advance(
                 sleep(cfg, glob, rep, r, sent)
                 break
     return True
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def pointer(_typing: Any, address: Any) -> Any:
+    """An address as a pointer."""
+
+    def code(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(address), code
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def advance_at(places: Array, dims: Array) -> bool:
+    """`advance` with its arrays by address and shape (shape (k, 4)), in the order of its arguments.
+
+    numba counts references to arrays that come from Python, atomically and at every call between compiled
+    functions; arrays made here have none to count. That is worth a factor of three.
+    """
+    return advance(
+        carray(pointer(places[0]), (dims[0, 0],), np.int64),
+        carray(pointer(places[1]), (dims[1, 0],), np.int64),
+        carray(pointer(places[2]), (dims[2, 0], dims[2, 1]), np.int64),
+        carray(pointer(places[3]), (dims[3, 0], dims[3, 1]), np.int64),
+        carray(pointer(places[4]), (dims[4, 0],), np.int64),
+        carray(pointer(places[5]), (dims[5, 0],), np.int32),
+        carray(pointer(places[6]), (dims[6, 0], dims[6, 1]), np.int64),
+        carray(pointer(places[7]), (dims[7, 0], dims[7, 1]), np.int32),
+        carray(pointer(places[8]), (dims[8, 0], dims[8, 1]), np.int64),
+        carray(pointer(places[9]), (dims[9, 0], dims[9, 1]), np.int32),
+        carray(pointer(places[10]), (dims[10, 0],), np.int32),
+        carray(pointer(places[11]), (dims[11, 0],), np.int64),
+        carray(pointer(places[12]), (dims[12, 0],), np.int64),
+        carray(pointer(places[13]), (dims[13, 0], dims[13, 1]), np.int32),
+        carray(pointer(places[14]), (dims[14, 0],), np.int64),
+        carray(pointer(places[15]), (dims[15, 0],), np.int32),
+        carray(pointer(places[16]), (dims[16, 0],), np.int64),
+        carray(pointer(places[17]), (dims[17, 0],), np.int64),
+        carray(pointer(places[18]), (dims[18, 0],), np.int64),
+        carray(pointer(places[19]), (dims[19, 0],), np.int64),
+        carray(pointer(places[20]), (dims[20, 0],), np.int32),
+        carray(pointer(places[21]), (dims[21, 0],), np.bool_),
+        carray(pointer(places[22]), (dims[22, 0],), np.bool_),
+        carray(pointer(places[23]), (dims[23, 0],), np.int64),
+        carray(pointer(places[24]), (dims[24, 0],), np.int32),
+        carray(pointer(places[25]), (dims[25, 0],), np.int32),
+        carray(pointer(places[26]), (dims[26, 0], dims[26, 1]), np.int32),
+        carray(pointer(places[27]), (dims[27, 0], dims[27, 1]), np.int64),
+        carray(pointer(places[28]), (dims[28, 0], dims[28, 1]), np.int64),
+        carray(pointer(places[29]), (dims[29, 0], dims[29, 1]), np.int16),
+        carray(pointer(places[30]), (dims[30, 0],), np.int64),
+        carray(pointer(places[31]), (dims[31, 0], dims[31, 1]), np.int64),
+        carray(pointer(places[32]), (dims[32, 0], dims[32, 1]), np.int64),
+        carray(pointer(places[33]), (dims[33, 0], dims[33, 1]), np.int64),
+        carray(pointer(places[34]), (dims[34, 0], dims[34, 1], dims[34, 2]), np.int64),
+        carray(pointer(places[35]), (dims[35, 0], dims[35, 1], dims[35, 2], dims[35, 3]), np.int64),
+        carray(pointer(places[36]), (dims[36, 0],), np.int64),
+        carray(pointer(places[37]), (dims[37, 0], dims[37, 1]), np.int64),
+        carray(pointer(places[38]), (dims[38, 0],), np.int64),
+        carray(pointer(places[39]), (dims[39, 0],), np.float64),
+    )

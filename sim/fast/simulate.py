@@ -41,6 +41,50 @@ MAX_TABLE = 1 << 29  # block table entries; pages that nobody touches cost nothi
 MAX_MEMBERS = 1 << 26  # sequences in all batches in flight
 ROWS = 1 << 15  # steps between two looks at the clock
 
+# Attributes of `_World`, in the order of the arguments of `kernel.advance` (a test compares).
+ARRAYS = (
+    "cfg",
+    "glob",
+    "rep",
+    "hot",
+    "free_slots",
+    "slot_of",
+    "running",
+    "table",
+    "free_rows",
+    "heap",
+    "after",
+    "offsets",
+    "nodes",
+    "pool",
+    "keys",
+    "chains",
+    "arrivals",
+    "prompts",
+    "answers",
+    "caps",
+    "priority",
+    "refused",
+    "aborted",
+    "sent",
+    "replica",
+    "fixed",
+    "pairs",
+    "marks",
+    "counts",
+    "ends",
+    "reason_order",
+    "rows",
+    "gaps",
+    "spans",
+    "fly",
+    "members",
+    "scratch",
+    "stages",
+    "ints",
+    "floats",
+)
+
 Ints = npt.NDArray[np.int64]
 
 
@@ -106,8 +150,21 @@ def attempt(
     )
     if params is None:
         return None
-    world = _World(trace, replicas, route, max_concurrency, front_end, max_running, params)
-    return world.run(on_step)
+    # Without shared content a block is found again only by a request that was preempted.
+    once = config.enable_prefix_caching and (
+        trace.prefix_ids is None or not len(trace.prefix_ids) or not trace.prefix_block_tokens
+    )
+    drawn = route.draws() if isinstance(route, PowerOfTwo) else None
+    for counts_only in (True, False) if once else (False,):
+        if drawn is not None and isinstance(route, PowerOfTwo):
+            route.draws(drawn)
+        world = _World(
+            trace, replicas, route, max_concurrency, front_end, max_running, params, counts_only
+        )
+        run = world.run(on_step)
+        if run is not None or not world.blocks_matter:
+            return run
+    return None
 
 
 def _route_code(route: Route | None) -> int | None:
@@ -138,12 +195,16 @@ class _World:
         front_end: Callable[..., str | None] | None,
         max_running: int,
         params: KernelParams,
+        counts_only: bool,
     ) -> None:
         from vsim.sim.fast import kernel
 
         self.kernel = kernel
         self.trace, self.replicas, self.route, self.params = trace, replicas, route, params
+        self.ints, self.floats = params.integers, params.floats
         self.config = config = replicas[0].config
+        self.caching = config.enable_prefix_caching and not counts_only
+        self.counts_only = counts_only
         n, count = len(trace), len(replicas)
         depth = config.max_concurrent_batches
         self.most = most = max_running * (depth + 2)
@@ -180,7 +241,7 @@ class _World:
         nobody = zeros(0, dtype=np.bool_)
         self.refused = front_end.refused(trace) if isinstance(front_end, FrontEnd) else nobody
         self.aborted = (
-            nobody if trace.aborted is None else np.asarray(trace.aborted, dtype=np.bool_)
+            nobody if trace.aborted is None else np.ascontiguousarray(trace.aborted, dtype=np.bool_)
         )
         self.sent = np.full(n, -1, dtype=np.int64)
         self.replica = np.full(n if count > 1 else 0, -1, dtype=np.int32)
@@ -219,7 +280,9 @@ class _World:
             "BUDGET": config.max_num_scheduled_tokens or config.max_num_batched_tokens,
             "INPUT_BUDGET": config.max_num_batched_tokens,
             "MAX_LEN": config.max_model_len,
-            "CACHING": config.enable_prefix_caching,
+            "CACHING": self.caching,
+            "LOOKS_UP": config.enable_prefix_caching,
+            "COUNTS_ONLY": self.counts_only,
             "CHUNKS": config.enable_chunked_prefill or not rules.can_keep_prompts_whole,
             "RESERVES": config.scheduler_reserve_full_isl and rules.reserves_full_isl,
             "WATERMARK": int(config.watermark * config.num_gpu_blocks),
@@ -239,9 +302,9 @@ class _World:
             "GATE": -1 if max_concurrency is None else max_concurrency,
             "PRIORITY": config.policy == "priority",
             "ROUTE": _route_code(self.route) or 0,
-            "IDS_TOKENS": ids if config.enable_prefix_caching else 0,
+            "IDS_TOKENS": ids if self.caching else 0,
             "IDS_KEYS": ids // block_size + 2,
-            "HASH": size if config.enable_prefix_caching else 1,
+            "HASH": size if self.caching else 1,
             "TABLE": -(-config.max_model_len // block_size) + 2,
         }.items():
             cfg[getattr(kernel, f"C_{name}")] = int(value)
@@ -249,8 +312,8 @@ class _World:
 
     def _blocks(self) -> None:
         """The pool, all free in order of number; block 0 of each replica closes its ring."""
-        kernel, config, count = self.kernel, self.config, len(self.replicas)
-        caching, blocks = config.enable_prefix_caching, int(self.cfg[kernel.C_BLOCKS])
+        kernel, count = self.kernel, len(self.replicas)
+        caching, blocks = self.caching, int(self.cfg[kernel.C_BLOCKS])
         size = int(self.cfg[kernel.C_HASH])
         total = count * blocks if caching else 0
         self.pool = np.full((total, kernel.POOL), -1, dtype=np.int32)
@@ -356,51 +419,20 @@ class _World:
             ended_early=self._ended_early(),
         )
 
+    @property
+    def blocks_matter(self) -> bool:
+        """Did a run that only counted blocks come to where it matters which?"""
+        return bool(self.glob[self.kernel.G_ERROR] == self.kernel.BLOCKS_MATTER)
+
     def _advance(self) -> bool:
-        return bool(
-            self.kernel.advance(
-                self.cfg,
-                self.glob,
-                self.rep,
-                self.hot,
-                self.free_slots,
-                self.slot_of,
-                self.running,
-                self.table,
-                self.free_rows,
-                self.heap,
-                self.after,
-                self.offsets,
-                self.nodes,
-                self.pool,
-                self.keys,
-                self.chains,
-                self.arrivals,
-                self.prompts,
-                self.answers,
-                self.caps,
-                self.priority,
-                self.refused,
-                self.aborted,
-                self.sent,
-                self.replica,
-                self.fixed,
-                self.pairs,
-                self.marks,
-                self.counts,
-                self.ends,
-                self.reason_order,
-                self.rows,
-                self.gaps,
-                self.spans,
-                self.fly,
-                self.members,
-                self.scratch,
-                self.stages,
-                self.params.integers,
-                self.params.floats,
-            )
-        )
+        """The kernel's next slice. `self` keeps the arrays alive whose addresses it is given."""
+        arrays = [getattr(self, name) for name in ARRAYS]
+        places = np.array([array.ctypes.data for array in arrays], dtype=np.int64)
+        dims = np.zeros((len(arrays), 4), dtype=np.int64)
+        for row, array in zip(dims, arrays, strict=True):
+            assert array.flags.c_contiguous
+            row[: array.ndim] = array.shape
+        return bool(self.kernel.advance_at(places, dims))
 
     def _drain_rows(self, steps: dict[str, list[Column]]) -> None:
         rows = self.rows[: self.glob[self.kernel.G_ROWS]]
