@@ -12,6 +12,7 @@ import numpy as np
 from vsim.errors import UserError
 from vsim.sim.cost import Prices, cost_of
 from vsim.sim.deployment import Deployment
+from vsim.sim.fast.several import load_for
 from vsim.sim.front_end import Overlong
 from vsim.sim.replay import Load, replay, step_model_for
 from vsim.sim.summary import summarize
@@ -110,6 +111,8 @@ def dual_track(
     benchmark = dataclasses.replace(
         trace if offline_trace is None else offline_trace, sessions=None
     )
+    # The tracks, and a search of about ten steps.
+    load_for(trace, len(concurrency) + 3 + (10 if targets is not None else 0))
     # Of the tracks only: the search for the knee would add one about each speed it tried.
     assumptions: dict[str, None] = {}
     label = ""

@@ -22,6 +22,7 @@ from typing import Any
 from vsim import __version__
 from vsim.errors import UserError
 from vsim.sim.cost import COST_KEYS, Prices, cost_of
+from vsim.sim.fast.several import load_for
 from vsim.sim.sweep_journal import journal_path, open_journal
 from vsim.sim.sweep_point import DONE, Asked, point_key, run_point, trace_sha256
 from vsim.sim.sweep_space import Point, dimensions
@@ -93,7 +94,9 @@ def sweep(
     return {"done": finished, "refused": len(rows) - finished, "from_journal": kept}
 
 
-def _job(key: str, trace: Trace, point: Point, asked: Asked) -> tuple[str, Result]:
+def _job(key: str, trace: Trace, point: Point, asked: Asked, alike: int = 1) -> tuple[str, Result]:
+    """One point; `alike`: how many of them this process may expect to simulate."""
+    load_for(trace, alike)
     return key, run_point(trace, point, asked)
 
 
@@ -120,14 +123,17 @@ def _results(
     local = workers.backend in ("loky", "threading")
     if local and min(workers.jobs or 1, len(work)) == 1:
         for key, point in work.items():
-            yield _job(key, trace, point, asked)
+            yield _job(key, trace, point, asked, len(work))
         return
     import joblib
 
     with _backend(workers) as jobs:
         # One point a task: what is finished reaches the journal at once.
         common: dict[str, Any] = {"n_jobs": jobs, "batch_size": 1}
-        tasks = [joblib.delayed(_job)(key, trace, point, asked) for key, point in work.items()]
+        each = len(work) // max(joblib.effective_n_jobs(jobs), 1)
+        tasks = [
+            joblib.delayed(_job)(key, trace, point, asked, each) for key, point in work.items()
+        ]
         try:
             yield from _unordered(tasks, common)
         except UserError:
