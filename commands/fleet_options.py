@@ -16,7 +16,7 @@ fleet_option = click.option(
     "--fleet",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="YAML of a fleet: limits, failures, autoscaling, pools, network (docs/fleet.md).",
+    help="YAML of a fleet: limits, failures, autoscaling, pools, tenants (docs/fleet.md).",
 )
 
 

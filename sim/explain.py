@@ -43,6 +43,7 @@ PARTS: tuple[tuple[str, str], ...] = (
     ("decode_stalled", "decode, in steps that carry prompt chunks of others"),
     ("decode_host", "between steps"),
     ("preempted", "preempted: out of the engine"),
+    ("fleet", "network, router, failed attempts"),
 )
 KEYS = tuple(key for key, _ in PARTS)
 KNOBS = {
@@ -53,6 +54,7 @@ KNOBS = {
     "prefill": "a faster GPU, more tensor parallelism, or a longer shared prefix",
     "decode": "a faster GPU or fewer sequences at once (--max-num-seqs)",
     "decode_stalled": "lower --max-num-batched-tokens or --long-prefill-token-threshold: shorter chunks",
+    "fleet": "more replicas, or looser limits in the fleet file",
     "preempted": "give the KV cache more blocks, or admit less: --max-num-seqs, --watermark",
 }
 
@@ -98,11 +100,16 @@ def _replicas(
 def _of_replica(run: Run, rows: Int64Array, steps: Int64Array, until: str) -> Int64Array:
     columns = {name: column[rows] for name, column in run.requests.items()}
     start, end = run.steps["start_ns"][steps], run.steps["end_ns"][steps]
-    sent, finish = columns["sent_ns"], columns[until]
+    sent, finish, first = columns["sent_ns"], columns[until], columns["first_token_ns"]
+    parts = np.zeros((len(rows), len(PARTS)), dtype=np.int64)
+    if "routed_ns" in columns:
+        # What the fleet around the replica took, there and back.
+        back = columns.get("network_ns", np.int64(0))
+        parts[:, KEYS.index("fleet")] = columns["routed_ns"] - sent + back
+        sent, finish, first = columns["routed_ns"], finish - back, first - back
     # Marks in order, whatever clock a measured run took each from.
     scheduled = np.clip(columns["first_scheduled_ns"], sent, finish)
-    first = np.clip(columns["first_token_ns"], scheduled, finish)
-    parts = np.zeros((len(rows), len(PARTS)), dtype=np.int64)
+    first = np.clip(first, scheduled, finish)
 
     # Before anyone looks at the queue: up to the first step that starts after the send.
     following = np.append(start, np.iinfo(np.int64).max)[np.searchsorted(start, sent, side="left")]

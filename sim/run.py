@@ -52,6 +52,7 @@ STEP_COLUMNS: dict[str, str] = {
 # Columns that a run may have beside those: where it has them, metrics are exact instead of derived.
 OPTIONAL_REQUEST_COLUMNS: dict[str, str] = {
     "replica": "int32",  # which replica served the request, -1: none
+    "routed_ns": "int64",  # when the replica got it: after network, router, failed attempts; -1: never
     "network_ns": "int64",  # one way between client and fleet
     "prefill_replica": "int32",  # which replica computed the prompt, where pools share the work
     "handed_over_ns": "int64",  # when it had, and the request went to `replica`; -1: it stayed

@@ -173,12 +173,14 @@ def fleet_lines(s: Mapping[str, Any]) -> list[str]:
     """What a fleet file's limits, failures and retries did (`sim/fleet/describe.py`)."""
     if "events" not in s:
         return []
-    from vsim.sim.fleet.describe import event_lines, fleet_rows
+    from vsim.sim.fleet.describe import event_lines, fleet_rows, tenant_lines
 
-    lines, rows = event_lines(s, 80), fleet_rows(s)
-    if rows:
-        lines = [_row(label, value) for label, value in rows] + lines
-    return [_title("Fleet", "-"), *lines] if lines else []
+    lines, rows, tenants = event_lines(s, 80), fleet_rows(s), tenant_lines(s)
+    if lines or rows:
+        lines = [_title("Fleet", "-"), *(_row(label, value) for label, value in rows), *lines]
+    if tenants:
+        lines += [_title("Tenants (latencies in ms)", "-"), *tenants]
+    return lines
 
 
 def _swapped(s: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -122,10 +122,12 @@ def idle_after(
     """Is nobody in flight from this step's end until the next step starts? Shape (steps,)."""
     requests = run.requests
     sent, ended = requests["sent_ns"], requests["finish_ns"]
-    if "network_ns" in requests:
-        # The engine has a request between its ways there and back.
-        way = requests["network_ns"]
-        sent, ended = np.where(sent >= 0, sent + way, -1), np.where(ended >= 0, ended - way, -1)
+    if "routed_ns" in requests:
+        # A fleet's replica has a request from when it got it until the answer's way back.
+        sent = requests["routed_ns"]
+        ended = np.where(sent >= 0, ended, -1)
+        if "network_ns" in requests:
+            ended = np.where(ended >= 0, ended - requests["network_ns"], -1)
     if replica is not None and "replica" in requests:
         here = requests["replica"] == replica
         over = requests.get("handed_over_ns")

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from vsim.sim.run import ABORTED, Run
+from vsim.sim import metrics
+from vsim.sim.run import ABORTED, FINISHED, REJECTED, Run
 from vsim.sim.text import number, plain, short
 
+MAX_TENANTS = 8
 MAX_EVENTS = 12  # shown in the table; summary.json has all
 WORDS = {
     "replica_down": "replica {} fails",
@@ -36,6 +38,8 @@ def fleet_summary(run: Run) -> dict[str, Any]:
             for e in run.events
         ],
     }
+    if len(np.unique(run.requests["tenant"])) > 1:
+        found["per_tenant"] = _per_tenant(run)
     attempts = run.requests.get("attempts")
     if attempts is not None:
         found["retried_requests"] = int((attempts > 1).sum())
@@ -53,6 +57,57 @@ def fleet_summary(run: Run) -> dict[str, Any]:
         if name in run.counters:
             found[name] = run.counters[name]
     return found
+
+
+def _per_tenant(run: Run) -> list[dict[str, Any]]:
+    """Each tenant's requests, how they ended and how long they took; busiest first."""
+    tenant, status = run.requests["tenant"], run.requests["status"]
+    codes, counts = np.unique(tenant, return_counts=True)
+    span_s = metrics.duration_ns(run) / 1e9
+    rows = []
+    for code, count in sorted(
+        zip(codes.tolist(), counts.tolist(), strict=True), key=lambda c: -c[1]
+    ):
+        mine = tenant == code
+        done = mine & (status == FINISHED)
+        latency = metrics.latencies(run, mine)
+        tokens = int(run.requests["output_tokens"][done].sum())
+        rows.append(
+            {
+                "tenant": run.tenant_names[code]
+                if 0 <= code < len(run.tenant_names)
+                else str(code),
+                "requests": count,
+                "completed": int(done.sum()),
+                "rejected": int((mine & (status == REJECTED)).sum()),
+                "aborted": int((mine & (status == ABORTED)).sum()),
+                "p95_ttft_ms": metrics.stats(latency.ttft_ns, (95.0,)).percentiles[0][1],
+                "p95_tpot_ms": metrics.stats(latency.tpot_ns, (95.0,)).percentiles[0][1],
+                "p95_e2el_ms": metrics.stats(latency.e2el_ns, (95.0,)).percentiles[0][1],
+                "output_throughput": tokens / span_s if span_s > 0 else None,
+            }
+        )
+    return rows
+
+
+def tenant_lines(s: Mapping[str, Any]) -> list[str]:
+    """Tenants side by side, the busiest of them."""
+    rows = s.get("per_tenant") or []
+    if not rows:
+        return []
+    lines = [
+        f"{'tenant':<16}{'requests':>9}{'served':>8}{'refused':>9}{'TTFT p95':>11}{'E2EL p95':>11}"
+    ]
+    for row in rows[:MAX_TENANTS]:
+        name = plain(row["tenant"])
+        name = name if len(name) < 16 else name[:14] + "…"
+        numbers = [number(row[key]) for key in ("requests", "completed", "rejected")]
+        times = [number(row[key], 1) for key in ("p95_ttft_ms", "p95_e2el_ms")]
+        cells = zip((*numbers, *times), (9, 8, 9, 11, 11), strict=True)
+        lines.append(f"{name:<16}" + "".join(f"{cell:>{width}}" for cell, width in cells))
+    if len(rows) > MAX_TENANTS:
+        lines.append(f"{len(rows) - MAX_TENANTS} more tenants in summary.json")
+    return lines
 
 
 def _aborted_reasons(run: Run) -> dict[str, int]:

@@ -39,6 +39,10 @@ class Section:
             self._left[name] = value
         self._lines = {name: value.start_mark.line + 1 for name, value in self._left.items()}
 
+    def names(self) -> list[str]:
+        """Keys not read yet, in the file's order."""
+        return list(self._left)
+
     def had(self, key: str) -> bool:
         """Did the file have it, read by now or not?"""
         return key in self._lines

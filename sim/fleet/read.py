@@ -7,7 +7,16 @@ from pathlib import Path
 from vsim.errors import UserError
 from vsim.sim.fleet.autoscale import METRICS, Autoscale
 from vsim.sim.fleet.located import Section, read_located
-from vsim.sim.fleet.spec import Admission, Disaggregation, FleetSpec, Network, Outage, Retry
+from vsim.sim.fleet.spec import (
+    Admission,
+    Disaggregation,
+    FleetSpec,
+    Network,
+    Outage,
+    Retry,
+    TenantLimit,
+    Tenants,
+)
 from vsim.sim.router import named_route
 
 MAX_REPLICAS = 4096
@@ -48,6 +57,7 @@ def read_fleet(path: str | Path) -> FleetSpec:
         retry=_retry(top.section("retry")),
         autoscale=autoscale,
         disaggregation=pools,
+        tenants=_tenants(top.section("tenants")),
     )
     top.end()
     return spec
@@ -198,4 +208,38 @@ def _disaggregation(section: Section | None) -> Disaggregation | None:
         decode_route=_route(section, "decode_route"),
     )
     section.end()
+    return found
+
+
+def _tenants(section: Section | None) -> Tenants | None:
+    if section is None:
+        return None
+    each = section.section("each")
+    named = section.section("named")
+    found: dict[str, TenantLimit] = {}
+    if named is not None:
+        for name in named.names():
+            one = named.section(name)
+            if one is None:
+                raise named.fail(name, "is empty: say max_in_flight or tokens_per_s")
+            found[name] = _tenant(one)
+    section.end()
+    if each is None and not found:
+        raise section.missing("each or named", "{each: {max_in_flight: 8}}")
+    return Tenants(None if each is None else _tenant(each), found)
+
+
+def _tenant(section: Section) -> TenantLimit:
+    rate = section.number_or_none("tokens_per_s", positive=True)
+    if "burst_tokens" in section and rate is None:
+        raise section.fail("burst_tokens", "needs tokens_per_s beside it")
+    found = TenantLimit(
+        max_in_flight=section.integer_or_none("max_in_flight", least=1),
+        tokens_per_s=rate,
+        burst_tokens=section.number_or_none("burst_tokens", positive=True),
+        over_limit=section.choice("over_limit", "reject", ("reject", "wait")),  # type: ignore[arg-type]
+    )
+    section.end()
+    if found.max_in_flight is None and rate is None:
+        raise section.missing("max_in_flight or tokens_per_s", "{max_in_flight: 8}")
     return found

@@ -30,6 +30,7 @@ class FleetRecorder(Recorder):
         super().__init__(trace, num_replicas)
         self.one_way_ns = one_way_ns
         self.attempts: list[int] | None = [0] * len(trace) if retries else None
+        self.routed_ns: list[int] | None = None
         self.prefill_replica: list[int] | None = None
         self.handed_over_ns: list[int] = []
         self.events: list[RunEvent] = []
@@ -76,6 +77,8 @@ class FleetRecorder(Recorder):
         self.last_token_ns[index] = -1
         self.output_tokens[index] = 0
         self.cached_tokens[index] = 0
+        if self.routed_ns is not None:
+            self.routed_ns[index] = -1
 
     def gave_up(self, index: int, reason: str, now: int) -> None:
         """Nobody tries again. Tokens that had come stay counted, as a client would count them."""
@@ -88,6 +91,8 @@ class FleetRecorder(Recorder):
     def request_columns(self, client: dict[str, Column]) -> dict[str, Column]:
         columns = super().request_columns(client)
         kinds = OPTIONAL_REQUEST_COLUMNS
+        if self.routed_ns is not None:
+            columns["routed_ns"] = np.asarray(self.routed_ns, dtype=kinds["routed_ns"])
         if self.prefill_replica is not None:
             for name in ("prefill_replica", "handed_over_ns"):
                 columns[name] = np.asarray(getattr(self, name), dtype=kinds[name])

@@ -20,6 +20,7 @@ from vsim.sim.fleet.autoscale import Autoscaler
 from vsim.sim.fleet.disaggregation import FleetReplica, Pools
 from vsim.sim.fleet.recorder import FleetRecorder
 from vsim.sim.fleet.spec import FleetSpec, Outage
+from vsim.sim.fleet.tenants import Account, Accounts
 from vsim.sim.router import Route, named_route, round_robin
 from vsim.sim.run import REJECTED, Run
 from vsim.sim.scheduler import EngineDiedError, Scheduler
@@ -112,6 +113,11 @@ class _Fleet:
             breaks=bool(fleet.failures),
             retries=bool(fleet.failures) or fleet.retry.attempts > 1,
         )
+        if not fleet.is_plain:
+            self.recorder.routed_ns = [-1] * len(trace)
+        self.accounts = None
+        if fleet.tenants is not None:
+            self.accounts = Accounts(fleet.tenants, trace.tenant_names)
         self.client = Client(self.env, trace, self._send, max_concurrency)
         self.gpus_per_replica = gpus_per_replica
         self.pools = None
@@ -132,6 +138,8 @@ class _Fleet:
         self.schedulers: list[Scheduler] = []  # of all engines that ever ran
         self.held: deque[int] = deque()  # at the router, first come first served
         self.place: dict[int, Slot] = {}
+        self.charged: set[int] = set()  # requests in the fleet on a tenant's account
+        self.refilling: list[Account] = []  # those with a timer
         self.front_end: Callable[[TraceRequest], str | None] | None = None
         self.on_step: Callable[[int, int], None] | None = None
 
@@ -369,6 +377,66 @@ class _Fleet:
         self._after(0 if way is None else way[index], self._arrive, index)
 
     def _arrive(self, index: int) -> None:
+        """At the router: what its tenant may have comes first."""
+        account = self._account(index)
+        if account is None:
+            self._admit(index)
+            return
+        now = int(self.env.now)
+        refusal = account.refusal(now)
+        if account.limit.over_limit == "wait":
+            account.waiting.append(index)
+            self._let_in(account)
+        elif refusal is not None:
+            self._reject(index, refusal)
+        else:
+            self._take(account, index)
+
+    def _account(self, index: int) -> Account | None:
+        if self.accounts is None:
+            return None
+        tenant = self.trace.tenant
+        return self.accounts.of(0 if tenant is None else int(tenant[index]))
+
+    def _take(self, account: Account, index: int) -> None:
+        account.take(int(self.env.now), int(self.trace.prompt_tokens[index]))
+        self.charged.add(index)
+        self._admit(index)
+
+    def _let_in(self, account: Account) -> None:
+        """Of a tenant's waiting requests, those that may go now."""
+        if account.letting_in:
+            return  # one that went in was refused at once: the loop that let it in goes on
+        account.letting_in = True
+        refusal = None
+        while account.waiting and refusal is None:
+            refusal = account.refusal(int(self.env.now))
+            if refusal is None:
+                self._take(account, account.waiting.popleft())
+        account.letting_in = False
+        if refusal == says.TENANT_TOKENS and account not in self.refilling:
+            self.refilling.append(account)
+            self.env.process(self._refill(account))
+
+    def _refill(self, account: Account) -> Generator[simpy.Event, Any, None]:
+        yield self.env.timeout(account.ns_until_tokens(int(self.env.now)))
+        self.refilling.remove(account)
+        self._let_in(account)
+
+    def _settle(self, index: int) -> None:
+        """A request has left the fleet: its tenant pays for the answer, or gets back what it paid."""
+        account = self._account(index)
+        if account is None or index not in self.charged:
+            return
+        self.charged.remove(index)
+        account.in_fleet -= 1
+        if self.recorder.status[index] == REJECTED:
+            account.pay(int(self.env.now), -int(self.trace.prompt_tokens[index]))
+        else:
+            account.pay(int(self.env.now), self.recorder.output_tokens[index])
+        self._let_in(account)
+
+    def _admit(self, index: int) -> None:
         limit = self.limits.max_waiting
         if limit is not None and self._num_waiting() >= limit:
             self._reject(index, says.FLEET_FULL)
@@ -401,6 +469,8 @@ class _Fleet:
             return
         slot.requests[index] = None
         self.place[index] = slot
+        if self.recorder.routed_ns is not None:
+            self.recorder.routed_ns[index] = int(self.env.now)
         slot.engine.receive(index)
 
     def _open_slots(self) -> list[Slot]:
@@ -445,7 +515,8 @@ class _Fleet:
 
     def _reject(self, index: int, reason: str) -> None:
         self.recorder.rejected(index, reason, int(self.env.now))
-        self._over(index)
+        # By an event of its own: a client that sends the next one at once must not grow the stack.
+        self._over(index, at_once=False)
 
     def _ended(self, index: int) -> None:
         """The replica is through with a request: served, or refused as too long."""
@@ -477,18 +548,22 @@ class _Fleet:
         engines[chosen].receive(index)
         self._release()
 
-    def _over(self, index: int) -> None:
+    def _over(self, index: int, at_once: bool = True) -> None:
         """The fleet has answered; the client will know once the answer has travelled."""
         way = self.recorder.one_way_ns
-        self._after(0 if way is None else way[index], self.client.finished, index)
+        self._after(0 if way is None else way[index], self.client.finished, index, at_once)
+        if self.accounts is not None:
+            self._settle(index)
 
     def _release(self) -> None:
         """A place came free: the longest held go on."""
         while self.held and self._open_slots():
             self._pass_on(self.held.popleft())
 
-    def _after(self, delay_ns: int, call: Callable[[int], None], index: int) -> None:
-        if delay_ns <= 0:
+    def _after(
+        self, delay_ns: int, call: Callable[[int], None], index: int, at_once: bool = True
+    ) -> None:
+        if delay_ns <= 0 and at_once:
             call(index)
             return
 

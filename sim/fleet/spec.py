@@ -18,6 +18,8 @@ QUEUED_REQS = "rejected_max_num_queued_reqs"  # 503, vLLM's own limit
 QUEUED_TOKENS = "rejected_max_num_queued_tokens"  # 503, vLLM's own limit
 FLEET_FULL = "rejected_fleet_queue_full"  # 429, of the router
 NO_REPLICA = "rejected_no_replica"  # 503, of the router
+TENANT_IN_FLIGHT = "rejected_tenant_in_flight"  # 429, of the router
+TENANT_TOKENS = "rejected_tenant_tokens"  # 429, of the router
 REPLICA_FAILED = "aborted_replica_failed"  # the stream breaks off
 
 
@@ -96,6 +98,36 @@ class Disaggregation:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantLimit:
+    """What one tenant may have; None: no such limit.
+
+    `max_in_flight`: requests in the fleet at once. `tokens_per_s`: a bucket of `burst_tokens` (None: a
+    minute's worth), refilled at that rate. A request goes in while anything is left; its prompt is paid for
+    then, its answer when it has ended. Beyond either limit `over_limit` decides.
+    """
+
+    max_in_flight: int | None = None
+    tokens_per_s: float | None = None
+    burst_tokens: float | None = None
+    over_limit: Full = "reject"
+
+    @property
+    def burst(self) -> float:
+        """Most tokens that can be saved up."""
+        if self.burst_tokens is not None:
+            return self.burst_tokens
+        return 60.0 * (self.tokens_per_s or 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Tenants:
+    """Limits by name, and for every other tenant, each for itself."""
+
+    each: TenantLimit | None = None
+    named: dict[str, TenantLimit] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class FleetSpec:
     """A fleet file. `replicas` and `route` None: left to the command line. `name`: the file's, for messages."""
 
@@ -109,6 +141,7 @@ class FleetSpec:
     retry: Retry = field(default_factory=Retry)
     autoscale: Autoscale | None = None
     disaggregation: Disaggregation | None = None
+    tenants: Tenants | None = None
 
     @property
     def is_plain(self) -> bool:
