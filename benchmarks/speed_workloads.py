@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import resource
@@ -88,6 +89,11 @@ def conversations(count: int) -> Any:
     )
 
 
+def prompts_of_conversations(count: int) -> Any:
+    """The same requests at the times at which turns would come if answers took no time."""
+    return dataclasses.replace(conversations(count), sessions=None)
+
+
 def mooncake(count: int) -> Any:
     """Mooncake's conversation trace, from the file at VSIM_MOONCAKE or the head of it that the tests have."""
     from vsim.traces.arrivals import head
@@ -128,7 +134,13 @@ WORKLOADS: dict[str, Workload] = {
         reference=500,
     ),
     "sharing": Workload(
-        "conversations that share system prompts and their own past",
+        "conversations' prompts, which share system prompts and their own past, at fixed times",
+        20_000,
+        prompts_of_conversations,
+        ROOFLINE | {"enable_prefix_caching": True},
+    ),
+    "turn-by-turn": Workload(
+        "the same, each turn sent after the one before has ended",
         20_000,
         conversations,
         ROOFLINE | {"enable_prefix_caching": True},
@@ -159,43 +171,85 @@ WORKLOADS: dict[str, Workload] = {
 
 
 @contextlib.contextmanager
-def step_by_step() -> Iterator[None]:
-    """The reference path, whatever the run would allow."""
-    yield
+def noting_the_kernel() -> Iterator[list[bool]]:
+    """Whether each simulation meanwhile was the compiled path's: what it does not cover goes step by step."""
+    from vsim.sim.fast import simulate
+
+    taken: list[bool] = []
+    attempt = simulate.attempt
+
+    def noted(*asked: Any) -> Any:
+        run = attempt(*asked)
+        taken.append(run is not None)
+        return run
+
+    simulate.attempt = noted
+    try:
+        yield taken
+    finally:
+        simulate.attempt = attempt
 
 
 def measure(name: str, requests: int, path: str) -> dict[str, Any]:
-    """Wall and CPU seconds of replay, metrics and table; steps; peak resident memory in MiB."""
+    """Wall and CPU seconds of replay, metrics and table; steps; peak resident memory in MiB.
+
+    `path`: "fast" or "reference". Loading the compiled code is measured by itself, as `start_cpu_s`.
+    """
     from vsim.sim.deployment import resolve
+    from vsim.sim.fast.warm import warm
     from vsim.sim.replay import Load, replay, step_model_for
     from vsim.sim.summary import summarize
     from vsim.sim.table import render_table
 
     workload = WORKLOADS[name]
     trace = workload.trace(requests)
+    start = time.process_time()
+    if path == "fast":
+        warm()
+    start = time.process_time() - start
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with step_by_step() if path == "reference" else contextlib.nullcontext():
-        wall, cpu = time.perf_counter(), time.process_time()
-        deployment = resolve(**workload.deployment)
-        run = replay(trace, deployment, step_model_for(deployment), Load(**workload.load))
-        simulated = time.perf_counter() - wall
-        summary = summarize(run)
-        render_table(summary)
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    before = os.environ.get("VSIM_ENGINE")
+    os.environ["VSIM_ENGINE"] = path
+    try:
+        with noting_the_kernel() as taken:
+            wall, cpu = time.perf_counter(), time.process_time()
+            deployment = resolve(**workload.deployment)
+            run = replay(trace, deployment, step_model_for(deployment), Load(**workload.load))
+            simulated = time.perf_counter() - wall
+            summary = summarize(run)
+            render_table(summary)
+            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    finally:
+        del os.environ["VSIM_ENGINE"]
+        if before is not None:
+            os.environ["VSIM_ENGINE"] = before
     return {
         "workload": name,
         "path": path,
+        "kernel": taken == [True],
         "requests": len(trace),
         "steps": summary["num_steps"],
         "preemptions": summary["preemptions"],
         "prefix_cache_hit_rate": summary["prefix_cache_hit_rate"],
         "ended_early": summary["ended_early"],
+        "start_cpu_s": start,
         "wall_s": wall,
         "cpu_s": cpu,
         "metrics_wall_s": wall - simulated,
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "peak_mib_before": held / 1024,
+        "sha256": digest(run, summary),
     }
+
+
+def digest(run: Any, summary: dict[str, Any]) -> str:
+    """One hash of all that a run says: two paths agree if and only if their hashes do."""
+    from vsim.sim.summary import summary_json
+
+    found = hashlib.sha256(summary_json(summary).encode())
+    for column in (*run.requests.values(), *run.steps.values(), run.itl_ns, run.itl_count):
+        found.update(np.ascontiguousarray(column).data)
+    return found.hexdigest()
 
 
 def simpy_share(name: str, requests: int) -> dict[str, Any]:

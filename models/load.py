@@ -177,6 +177,21 @@ def _read_once(path: Path, *_: int) -> Calibration:
     return read_calibration(path)
 
 
+_MODELS_KEPT = 16
+_models: dict[tuple[int, StepContext], tuple[Calibration, StepModel]] = {}
+
+
+def _built(calibration: Calibration, context: StepContext) -> StepModel:
+    """The step model of a profile, made once: a sweep asks for the same few. It remembers nothing of a run."""
+    key = (id(calibration), context)
+    found = _models.get(key)
+    if found is None or found[0] is not calibration:
+        if len(_models) >= _MODELS_KEPT:
+            _models.clear()
+        found = _models[key] = (calibration, calibration.step_model(context))
+    return found[1]
+
+
 def load_step_model(
     profile: str | Path | None = None,
     *,
@@ -206,14 +221,14 @@ def load_step_model(
         )
         notes: tuple[str, ...] = (note,) if note else ()
         notes += _other_widths(calibration, name, weight_bytes_per_param, kv_bytes_per_element)
-        return LoadedStepModel(calibration.step_model(context), calibration, name, notes=notes)
+        return LoadedStepModel(_built(calibration, context), calibration, name, notes=notes)
     if gpu is None or model is None:
         raise UserError("a step model needs --profile, or --gpu and --model")
     if weight_bytes_per_param == 2.0 and kv_bytes_per_element == 2.0:
         for name, path in bundled_profiles():
             calibration = _read(path)
             if not mismatch(calibration, gpu, model, tensor_parallel_size):
-                return LoadedStepModel(calibration.step_model(context), calibration, name)
+                return LoadedStepModel(_built(calibration, context), calibration, name)
     calibration = Calibration(
         kind="roofline",
         params=roofline_params(

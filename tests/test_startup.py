@@ -14,6 +14,10 @@ from hypothesis import strategies as st
 from vsim.errors import UserError
 from vsim.models import load
 from vsim.models.artifact import read_calibration
+from vsim.models.hardware import find_gpu
+from vsim.models.model_spec import load_model
+from vsim.models.step import StepShape
+from vsim.models.table_params import StepContext
 from vsim.traces.arrow import to_arrow, to_numpy
 
 AZURE = Path(__file__).parent.parent / "traces" / "azure2023_conv.csv"
@@ -122,3 +126,12 @@ def test_only_numba_is_told_that_there_is_no_scipy() -> None:
         "assert len([f for f in sys.meta_path if 'NoScipy' in type(f).__name__]) == 1"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_step_model_is_made_once_for_a_deployment_and_counts_anew_for_each_run() -> None:
+    gpu, model = find_gpu("rtx4090"), load_model("meta-llama/Llama-3.1-8B")
+    asked = [load.load_step_model(gpu=gpu, model=model) for _ in range(2)]
+    wider = load.load_step_model(gpu=gpu, model=model, context=StepContext(max_num_seqs=8))
+    assert asked[0].model is asked[1].model and asked[0].model is not wider.model
+    asked[0].device_seconds(StepShape(((10, 0),), 0, 0, 0))
+    assert (asked[0].steps, asked[1].steps) == (1, 0)
