@@ -239,7 +239,8 @@ def replay(
         )
     finally:
         progress.done()
-    replicas = run.counters.get("replica_slots", replicas)
+    # Data-parallel ranks and autoscaling make more of them than the flags say.
+    replicas, route = run.config.get("replicas", replicas), run.config.get("route", route)
     summary = summarize(run, metric_percentiles, slo)
     gpus = deployment.gpus_per_replica * mean_replicas(run, replicas)
     if fleet_spec is not None:
@@ -287,8 +288,9 @@ def _heading(
     deployment: Any, step_model: Any, trace: Trace, replicas: int, route: str
 ) -> tuple[str, str]:
     config = deployment.scheduler
-    several = "" if replicas == 1 else f"{replicas} replicas of "
-    routed = "" if replicas == 1 else f" behind {route}"
+    ranks = route == "data-parallel"
+    several = "" if replicas == 1 else f"{replicas} {'ranks' if ranks else 'replicas'} of "
+    routed = "" if replicas == 1 else f", {route}" if ranks else f" behind {route}"
     return (
         f"{deployment.model.name} on {several}{deployment.gpus_per_replica} x {deployment.gpu.name}{routed}, "
         f"vLLM {config.engine_version} ({config.engine.upper()}): {len(trace):,} requests of {trace.source.name} "

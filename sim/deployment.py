@@ -68,7 +68,13 @@ class Deployment:
 
     @property
     def gpus_per_replica(self) -> int:
+        """Of one data-parallel rank."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def gpus(self) -> int:
+        """Of all data-parallel ranks together."""
+        return self.gpus_per_replica * self.data_parallel_size
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready: names, resolved flags, where each comes from, assumptions."""

@@ -130,7 +130,7 @@ def dual_track(
         summary = summarize(run)
         numbers = {key: summary[key] for key in KEPT}
         if prices is not None:
-            gpus = deployment.gpus_per_replica
+            gpus = deployment.gpus
             numbers |= cost_of(prices, deployment.gpu.name, gpus, summary).as_dict()
         return numbers
 
@@ -181,7 +181,7 @@ def dual_track(
         "schema": SCHEMA,
         "model": deployment.model.name,
         "gpu": deployment.gpu.name,
-        "gpus": deployment.gpus_per_replica,
+        "gpus": deployment.gpus,
         "step_time": label,
         "trace": trace.source.name,
         "offline_trace": None if offline_trace is None else offline_trace.source.name,

@@ -119,6 +119,8 @@ def step_model_for(deployment: Deployment, profile: str | None = None) -> Loaded
             max_num_seqs=deployment.scheduler.max_num_seqs,
             max_num_batched_tokens=deployment.scheduler.max_num_batched_tokens,
             enforce_eager=deployment.enforce_eager,
+            data_parallel_size=deployment.data_parallel_size,
+            enable_expert_parallel=deployment.enable_expert_parallel,
             block_size=deployment.scheduler.block_size,
         ),
     )
@@ -148,10 +150,11 @@ def replay(
     load = load or Load()
     if len(trace) == 0:
         raise UserError(f"{trace.source.name}: no requests to replay")
-    if deployment.data_parallel_size > 1:
+    ranks = deployment.data_parallel_size
+    if ranks > 1 and (replicas > 1 or fleet is not None):
         raise UserError(
-            f"data_parallel_size={deployment.data_parallel_size} is not simulated: replay simulates one "
-            "replica; --replicas simulates several independent ones behind a router"
+            f"data_parallel_size={ranks} is several engines behind vLLM's own balancer: it is not simulated "
+            "beside --replicas or --fleet; drop one of them"
         )
     if overlap_swaps and deployment.scheduler.engine != "v0":
         raise UserError("--overlap-swaps is for --engine v0: V1 never swaps")
@@ -162,7 +165,21 @@ def replay(
     if fleet is not None:
         fleet = fleet.settled(replicas, route)
         replicas, route = fleet.slots, fleet.route or route
-    if fleet is not None and not fleet.is_plain:
+    if ranks > 1:
+        from vsim.sim.fleet.data_parallel import sentences, simulate_data_parallel
+
+        run = simulate_data_parallel(
+            sent,
+            ReplicaSpec(config, step_model, _host_link(deployment, overlap_swaps)),
+            ranks,
+            in_lockstep=deployment.model.moe is not None,
+            max_concurrency=load.max_concurrency,
+            front_end=refuse,
+            on_step=on_step,
+        )
+        said += sentences(deployment.model.moe is not None, config, step_model)
+        replicas, route = ranks, "data-parallel"
+    elif fleet is not None and not fleet.is_plain:
         from vsim.sim.fleet.simulate import simulate_fleet
 
         run = simulate_fleet(
@@ -191,7 +208,7 @@ def replay(
             front_end=refuse,
             on_step=on_step,
         )
-    if replicas > 1:
+    if replicas > 1 and ranks == 1:
         most = "up to " if "replica_slots" in run.counters else ""
         said.append(
             f"{most}{replicas} replicas behind {route} routing; the router itself takes no time"

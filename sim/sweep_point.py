@@ -101,7 +101,7 @@ def run_point(trace: Trace, point: Point, asked: Asked) -> dict[str, Any]:
     return {
         "status": DONE,
         "reason": None,
-        "gpus": deployment.gpus_per_replica * int(point.get("replicas") or 1),
+        "gpus": deployment.gpus * int(point.get("replicas") or 1),
         "step_time": step_model.label,
         "ended_early": run.ended_early,
         "assumptions": list(run.assumptions),
