@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def label(line: str) -> str:
     """The words a printed line begins with, up to its first figure or wide gap."""
-    return re.split(r"\s{2,}|(?<=\s)[-+\d]", line.strip(), maxsplit=1)[0]
+    return re.split(r"\s{2,}|(?<=\s)[-+\d]", line.strip(), maxsplit=1)[0].strip()
 
 
 def fresh(shown: list[str], real: list[str]) -> list[str]:

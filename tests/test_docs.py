@@ -24,7 +24,7 @@ from vsim.cli import COMMANDS, main, vsim
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.md"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *EXAMPLES]
-MAX_LIMIT = 2_000  # requests that a command in a page may replay: pages must stay quick to test
+MAX_LIMIT = 10_000  # requests that a command in a page may replay: pages must stay quick to test
 
 # Flags that pages name and that are not vsim's.
 FOREIGN_FLAGS = {
