@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from vsim.models.step import StepShape
 from vsim.sim.cluster import ReplicaSpec, simulate_cluster
 from vsim.sim.config import KVGroup, SchedulerConfig
 from vsim.sim.engine import simulate
-from vsim.sim.fast import dispatch, kernel
+from vsim.sim.fast import compiled, dispatch, kernel, places
 from vsim.sim.fast.gaps import Gaps
 from vsim.traces.trace import Sessions, Trace
 
@@ -43,12 +44,12 @@ def test_drawn_deployments_give_the_same_run(index: int) -> None:
 
 
 def test_the_kernel_reads_a_step_models_numbers_where_they_are_written() -> None:
-    """numba's cache looks at one file alone, so the kernel repeats these places."""
-    places = {name: value for name, value in vars(kernel).items() if name[:2] in ("M_", "P_")}
-    integers = [name for name in places if name.startswith("M_")]
-    floats = [name for name in places if name.startswith("P_")]
-    assert [places[name] for name in integers] == list(range(len(kernel_params.INTEGERS)))
-    assert [places[name] for name in floats] == list(range(1, len(kernel_params.FLOATS)))
+    """Machine code is kept by the hash of two files alone, so these repeat the model's places."""
+    place = {name: value for name, value in vars(places).items() if name[:2] in ("M_", "P_")}
+    integers = [name for name in place if name.startswith("M_")]
+    floats = [name for name in place if name.startswith("P_")]
+    assert [place[name] for name in integers] == list(range(len(kernel_params.INTEGERS)))
+    assert [place[name] for name in floats] == list(range(1, len(kernel_params.FLOATS)))
     for constants, names in ((integers, kernel_params.INTEGERS), (floats, kernel_params.FLOATS)):
         for constant, name in zip(constants, names[-len(constants) :], strict=True):
             words = constant[2:].lower().replace("reduce_token", "reduce").split("_")
@@ -153,4 +154,29 @@ def test_the_arrays_are_handed_over_in_the_kernels_order() -> None:
     from vsim.sim.fast.simulate import ARRAYS
 
     code = kernel.advance.py_func.__code__
-    assert code.co_varnames[: code.co_argcount] == ARRAYS
+    assert code.co_varnames[: code.co_argcount] == ARRAYS[:-1]
+
+
+def test_machine_code_of_another_machine_or_half_a_file_is_not_run(tmp_path: Path) -> None:
+    whole = compiled.kept_file()
+    assert whole is not None
+    assert compiled._read(whole) is not None
+    content = whole.read_bytes()
+    other = tmp_path / "kernel.bin"
+    for wrong in (content[:-1], content[:40], b"", content.replace(b'"cpu": "', b'"cpu": "x', 1)):
+        other.write_bytes(wrong)
+        assert compiled._read(other) is None
+
+
+def test_where_nothing_can_be_compiled_runs_go_step_by_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vsim.sim.fast import simulate as fast_simulate
+
+    def refuse() -> None:
+        raise compiled.CompileError("no compiler for this machine")
+
+    monkeypatch.setattr(fast_simulate, "entry", refuse)
+    monkeypatch.setattr("vsim.sim.cluster.worthwhile", lambda *_: True)
+    run = simulate(tiny(), SchedulerConfig(), ROOFLINE)
+    assert run.requests["output_tokens"].tolist() == [5, 3]

@@ -5,7 +5,7 @@ does the arithmetic of models/ in the same order; tests/test_fast.py holds both 
 order of events at one instant is kept by giving every event the next sequence number when it is made.
 No `fastmath`: a float that is summed in another order is another float.
 
-All compiled functions live in this one file because numba's disk cache looks at the changes of one file only.
+`compiled.py` keeps the machine code by the hash of this file and of places.py: import nothing else into it.
 `advance` returns when its buffers are full or after `MAX_EVENTS` events, so that Python can drain them, show
 progress and be interrupted; all state is in the arrays it was given.
 """
@@ -19,236 +19,225 @@ from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-# --- places in the arrays of integers -------------------------------------------------------------------
-
-# Of the whole simulation: `glob`.
-(
-    G_NOW,
-    G_SEQ,
-    G_NEXT,
-    G_CLIENT_AT,
-    G_CLIENT_SEQ,
-    G_GATE_HEAD,
-    G_GATE_TAIL,
-    G_OUT,
-    G_ENDED,
-    G_TURN,
-    G_ROWS,
-    G_GAPS,
-    G_SPANS,
-    G_SLOTS,
-    G_REASONS,
-    G_ERROR,
-    G_STEPS,
-    G_OUTSIDE,
-    G_BEYOND,  # and the four after it, one a feature of models/domain.py
-) = range(19)
-GLOBALS = 32
-
-# Of one replica: a row of `rep`.
-(
-    R_STATE,
-    R_AT,
-    R_SEQ,
-    R_RUNNING,
-    R_FREE,
-    R_KV_TOKENS,
-    R_WAITING,
-    R_WAIT_HEAD,
-    R_WAIT_TAIL,
-    R_INBOX_HEAD,
-    R_INBOX_TAIL,
-    R_FINISHED,
-    R_STEP,
-    R_VAIN,
-    R_FIRST,
-    R_QUEUED,
-    R_IN_FLIGHT,
-    R_PROMPTS,
-    R_DEVICE,
-    R_PREEMPTIONS,
-    R_RECOMPUTED,
-    R_QUERIES,
-    R_HITS,
-    R_QUERIES_AGAIN,
-    R_HITS_AGAIN,
-    R_ROWS_FREE,
-) = range(26)
-REPLICA = 32
-
-# What a replica waits for.
-(START, TIMER, ASLEEP, HOST, DEVICE, SETTLE) = range(6)
-
-# Of a request that was admitted and has not ended: a row of `hot`.
-(
-    H_REQUEST,
-    H_KNOWN,
-    H_COMPUTED,
-    H_HOLES,
-    H_HELD,
-    H_KV,
-    H_FLYING,
-    H_STALE,
-    H_HIGH,
-    H_LAST,
-    H_ENDS,
-    H_NEXT,
-    H_GIVEN,
-    H_RUNS,
-    H_KEYED,
-    H_PREEMPTIONS,
-    H_ROW,
-    H_TOKEN_NS,
-    H_OUT_SINCE,
-    H_PROMPT,
-) = range(20)
-HOT = 20
-
-# Of a step on its way: a row of `fly`.
-(F_COUNT, F_START, F_END, F_FIRST) = range(4)
-FLY = 16
-ROW = 12  # integers noted when a step is scheduled, from F_FIRST on; `rows` has two more columns before
-ROW_COLUMNS = 15
-
-# Settings: `cfg`.
-(
-    C_REQUESTS,
-    C_REPLICAS,
+from vsim.sim.fast.places import (
+    ASLEEP,
+    B_BEFORE,
+    B_CHAIN_BEFORE,
+    B_CHAIN_NEXT,
+    B_NEXT,
+    B_REFS,
+    BAD_DEVICE,
+    BAD_HOST,
+    BLOCKS_MATTER,
+    BY_KV,
+    BY_PREFIX,
+    C_ADAPTIVE,
+    C_ASYNC,
     C_BLOCK,
     C_BLOCKS,
-    C_MAX_RUNNING,
     C_BUDGET,
-    C_INPUT_BUDGET,
-    C_MAX_LEN,
     C_CACHING,
     C_CHUNKS,
-    C_RESERVES,
-    C_WATERMARK,
-    C_LONG,
-    C_ADAPTIVE,
-    C_LONE,
-    C_LONGEST,
-    C_UNKEYED_FIRST,
-    C_STALE,
-    C_DROPS,
-    C_KEEPS_PLACE,
-    C_ASYNC,
-    C_NEXT,
+    C_COUNTS_ONLY,
     C_DEPTH,
-    C_STAGES,
+    C_DROPS,
     C_FRONTEND_NS,
     C_GATE,
-    C_PRIORITY,
-    C_ROUTE,
-    C_IDS_TOKENS,
-    C_IDS_KEYS,
     C_HASH,
-    C_TABLE,
+    C_IDS_KEYS,
+    C_IDS_TOKENS,
+    C_INPUT_BUDGET,
+    C_KEEPS_PLACE,
+    C_LONE,
+    C_LONG,
+    C_LONGEST,
     C_LOOKS_UP,
-    C_COUNTS_ONLY,
-) = range(34)
-
-# Routes
-(ONE_BY_ONE, FEWEST, FEWEST_TOKENS, OF_TWO, BY_PREFIX, BY_KV) = range(6)
-# Why a request was refused
-(TOO_LONG, EMPTY, NOT_BELOW) = range(3)
-# What went wrong
-(FINE, BAD_DEVICE, BAD_HOST, BLOCKS_MATTER) = range(4)
-
-MAX_EVENTS = 1 << 17
-MAX_STEP_S = 1e6
-NS = 1_000_000_000
-
-# Places in a step model's arrays: models/kernel_params.py, in its order (a test compares).
-(
-    M_KIND,
+    C_MAX_LEN,
+    C_MAX_RUNNING,
+    C_NEXT,
+    C_PRIORITY,
+    C_REPLICAS,
+    C_REQUESTS,
+    C_RESERVES,
+    C_ROUTE,
+    C_STAGES,
+    C_STALE,
+    C_TABLE,
+    C_UNKEYED_FIRST,
+    C_WATERMARK,
+    DEVICE,
+    EMPTY,
+    F_COUNT,
+    F_END,
+    F_FIRST,
+    F_START,
+    FEWEST_TOKENS,
+    G_BEYOND,
+    G_CLIENT_AT,
+    G_CLIENT_SEQ,
+    G_ENDED,
+    G_ERROR,
+    G_GAPS,
+    G_GATE_HEAD,
+    G_GATE_TAIL,
+    G_NEXT,
+    G_NOW,
+    G_OUT,
+    G_OUTSIDE,
+    G_REASONS,
+    G_ROWS,
+    G_SEQ,
+    G_SLOTS,
+    G_SPANS,
+    G_STEPS,
+    G_TURN,
+    H_COMPUTED,
+    H_ENDS,
+    H_FLYING,
+    H_GIVEN,
+    H_HELD,
+    H_HIGH,
+    H_HOLES,
+    H_KEYED,
+    H_KNOWN,
+    H_KV,
+    H_LAST,
+    H_NEXT,
+    H_OUT_SINCE,
+    H_PREEMPTIONS,
+    H_PROMPT,
+    H_REQUEST,
+    H_ROW,
+    H_RUNS,
+    H_STALE,
+    H_TOKEN_NS,
+    HOST,
+    HOT,
+    M_ALPHA,
+    M_BLEND,
+    M_BLEND_LENGTHS,
+    M_BLEND_POINTS,
+    M_BY_SEQS,
+    M_BY_TOKENS,
     M_CORRECTED,
-    M_MAX_TOKENS,
-    M_MAX_SEQS,
+    M_CURVES,
+    M_DECODE_CURVE,
+    M_DECODE_N,
+    M_DECODES,
+    M_EXPERTS,
+    M_KIND,
+    M_MAX_DECODE,
     M_MAX_MIXED,
     M_MAX_PREFILL,
-    M_MAX_DECODE,
-    M_WINDOW,
-    M_EXPERTS,
-    M_BY_TOKENS,
-    M_BY_SEQS,
-    M_CURVES,
-    M_DECODES,
-    M_DECODE_N,
-    M_DECODE_CURVE,
-    M_PREFILLS,
+    M_MAX_SEQS,
+    M_MAX_TOKENS,
+    M_MIXED,
+    M_MIXED_ALONE,
+    M_MIXED_CELLS,
+    M_MIXED_CHUNKS,
+    M_MIXED_CONTEXT,
+    M_MIXED_CURVE,
+    M_MIXED_N,
+    M_MIXED_ROWS,
     M_PREFILL_CHUNKS,
     M_PREFILL_CURVE,
-    M_MIXED,
-    M_MIXED_CHUNKS,
-    M_MIXED_ALONE,
-    M_MIXED_ROWS,
-    M_MIXED_CONTEXT,
-    M_MIXED_CELLS,
-    M_MIXED_N,
-    M_MIXED_CURVE,
-    M_SKEWED,
-    M_SKEW_CHUNKS_AT,
+    M_PREFILLS,
     M_SKEW_CHUNKS,
-    M_SKEW_N_AT,
-    M_SKEW_N,
-    M_SKEW_SHARE_AT,
-    M_SKEW_SHARE,
-    M_SKEW_LONGEST_AT,
+    M_SKEW_CHUNKS_AT,
     M_SKEW_LONGEST,
-    M_SKEW_PREFILL_AT,
+    M_SKEW_LONGEST_AT,
+    M_SKEW_N,
+    M_SKEW_N_AT,
     M_SKEW_PREFILL,
-    M_ALPHA,
-    M_BLEND_LENGTHS,
-    M_BLEND,
-    M_BLEND_POINTS,
+    M_SKEW_PREFILL_AT,
+    M_SKEW_SHARE,
+    M_SKEW_SHARE_AT,
+    M_SKEWED,
     M_TOKENS_CURVE,
-) = range(42)
-(
-    _,
-    P_FLOPS,
-    P_WEIGHTS,
-    P_EXPERT_FLOPS,
-    P_PEAK,
-    P_BANDWIDTH,
-    P_HEAD_FLOPS,
-    P_HEAD_BYTES,
-    P_SMALL,
-    P_REDUCE,
-    P_REDUCE_TOKEN,
-    P_ATTENTION_FLOPS,
-    P_KV_BYTES,
-    P_WINDOW_FLOPS,
-    P_WINDOW_KV,
-    P_ATTENTION_PEAK,
+    M_WINDOW,
+    MAX_EVENTS,
+    MAX_STEP_S,
+    NOT_BELOW,
+    NS,
+    OF_TWO,
+    ONE_BY_ONE,
     P_ATTENTION_BANDWIDTH,
+    P_ATTENTION_FLOPS,
+    P_ATTENTION_PEAK,
     P_ATTENTION_SCALE,
-    P_HOST,
-    P_HOST_SEQ,
-    P_HOST_CHUNK,
-    P_SCALE,
-    P_STEP,
-    P_MIXED,
-    P_PREFILL_TOKEN,
-    P_KV_TOKEN,
-    P_SEQ,
-    P_ENGINE_SEQ,
+    P_BANDWIDTH,
     P_ENGINE_CHUNK,
-    P_ENGINE_MIXED,
-    P_ENGINE_PAIR,
     P_ENGINE_CONTEXT,
     P_ENGINE_KV,
+    P_ENGINE_MIXED,
+    P_ENGINE_PAIR,
+    P_ENGINE_SEQ,
     P_ENGINE_UNEVEN,
-) = range(34)
-ROOFLINE, TABLES, ENGINE_STEPS = 0, 1, 2
+    P_EXPERT_FLOPS,
+    P_FLOPS,
+    P_HEAD_BYTES,
+    P_HEAD_FLOPS,
+    P_HOST,
+    P_HOST_CHUNK,
+    P_HOST_SEQ,
+    P_KV_BYTES,
+    P_KV_TOKEN,
+    P_MIXED,
+    P_PEAK,
+    P_PREFILL_TOKEN,
+    P_REDUCE,
+    P_REDUCE_TOKEN,
+    P_SCALE,
+    P_SEQ,
+    P_SMALL,
+    P_STEP,
+    P_WEIGHTS,
+    P_WINDOW_FLOPS,
+    P_WINDOW_KV,
+    R_AT,
+    R_FINISHED,
+    R_FIRST,
+    R_FREE,
+    R_HITS,
+    R_HITS_AGAIN,
+    R_IN_FLIGHT,
+    R_INBOX_HEAD,
+    R_INBOX_TAIL,
+    R_KV_TOKENS,
+    R_PREEMPTIONS,
+    R_PROMPTS,
+    R_QUERIES,
+    R_QUERIES_AGAIN,
+    R_QUEUED,
+    R_RECOMPUTED,
+    R_ROWS_FREE,
+    R_RUNNING,
+    R_SEQ,
+    R_STATE,
+    R_STEP,
+    R_VAIN,
+    R_WAIT_HEAD,
+    R_WAIT_TAIL,
+    R_WAITING,
+    ROOFLINE,
+    SETTLE,
+    START,
+    TABLES,
+    TIMER,
+    TOO_LONG,
+)
 
 Array = Any  # numba arrays
+
+# No division by zero is looked for: what a reference path would raise comes out as no number here, and
+# `advance` stops at it.
+compiled: Any = njit(nogil=True, error_model="numpy")
 
 
 # --- curves (models/curve.py) ---------------------------------------------------------------------------
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def bisect_right(values: Array, at: int, count: int, x: float) -> int:
     low, high = 0, count
     while low < high:
@@ -260,7 +249,7 @@ def bisect_right(values: Array, at: int, count: int, x: float) -> int:
     return low
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def bisect_left(values: Array, at: int, count: int, x: float) -> int:
     low, high = 0, count
     while low < high:
@@ -272,7 +261,7 @@ def bisect_left(values: Array, at: int, count: int, x: float) -> int:
     return low
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def points_at(floats: Array, at: int, count: int, slopes: int, x: float) -> float:
     """`Curve.__call__`: xs at `at`, ys `count` on, slopes at `slopes`."""
     i = bisect_right(floats, at, count, x) - 1
@@ -281,14 +270,14 @@ def points_at(floats: Array, at: int, count: int, slopes: int, x: float) -> floa
     return floats[at + count + i] + floats[slopes + i] * (x - floats[at + i])
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def curve(ints: Array, floats: Array, number: int, x: float) -> float:
     place = ints[M_CURVES] + 2 * number
     at, count = ints[place], ints[place + 1]
     return points_at(floats, at, count, at + 2 * count, x)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def bracket(floats: Array, at: int, count: int, x: float) -> tuple[int, int, float]:
     if count == 1 or x <= floats[at]:
         return 0, 0, 0.0
@@ -297,7 +286,7 @@ def bracket(floats: Array, at: int, count: int, x: float) -> tuple[int, int, flo
     return i, j, (x - floats[at + i]) / (floats[at + j] - floats[at + i])
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def blended(ints: Array, floats: Array, n: int) -> tuple[int, int]:
     """Where the decode curve of `n` sequences lies, and its points: `AttentionGrid.decode_curve`."""
     room = ints[M_BLEND_POINTS]
@@ -362,7 +351,7 @@ def blended(ints: Array, floats: Array, n: int) -> tuple[int, int]:
 # --- attention (models/attention.py) --------------------------------------------------------------------
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def alpha_of(
     ints: Array, floats: Array, chunk: float, n: int, longest: float, context: float
 ) -> float:
@@ -379,7 +368,7 @@ def alpha_of(
     return floats[ints[M_ALPHA] + place]
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def mixed_cell(ints: Array, floats: Array, row: int, n: float, kv: float) -> float:
     cells = ints[M_MIXED_CELLS] + row
     low, count = ints[cells], ints[cells + 1] - ints[cells]
@@ -390,7 +379,7 @@ def mixed_cell(ints: Array, floats: Array, row: int, n: float, kv: float) -> flo
     return y + weight * (curve(ints, floats, ints[M_MIXED_CURVE] + low + j, kv) - y)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def mixed_row(ints: Array, floats: Array, number: int, key: float, n: float, kv: float) -> float:
     chunk = floats[ints[M_MIXED_CHUNKS] + number]
     context = key - chunk / 2
@@ -410,7 +399,7 @@ def mixed_row(ints: Array, floats: Array, number: int, key: float, n: float, kv:
     return y + weight * (mixed_cell(ints, floats, first + j, n, kv) - y)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def mixed_us(ints: Array, floats: Array, tokens: float, key: float, n: float, kv: float) -> float:
     i, j, weight = bracket(floats, ints[M_MIXED_CHUNKS], ints[M_MIXED], tokens)
     y = mixed_row(ints, floats, i, key, n, kv)
@@ -419,7 +408,7 @@ def mixed_us(ints: Array, floats: Array, tokens: float, key: float, n: float, kv
     return y + weight * (mixed_row(ints, floats, j, key, n, kv) - y)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def attention_us(
     ints: Array,
     floats: Array,
@@ -468,7 +457,7 @@ def attention_us(
 # --- step models (models/roofline.py, tables.py, engine_steps.py, correction.py) --------------------------
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def device_seconds(
     ints: Array,
     floats: Array,
@@ -546,7 +535,7 @@ def device_seconds(
     return seconds
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def count_outside(
     ints: Array,
     glob: Array,
@@ -581,11 +570,8 @@ def count_outside(
 # --- blocks (block_pool.py, block_keys.py) ---------------------------------------------------------------
 # `pool` has a row for each block of each replica; a replica's null block is the ring's fixed point.
 
-(B_NEXT, B_BEFORE, B_REFS, B_CHAIN_NEXT, B_CHAIN_BEFORE) = range(5)
-POOL = 5
 
-
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def bucket_of(key: int, replica: int, size: int) -> int:
     """First place of a key's chain in `chains`."""
     mixed = np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)
@@ -593,7 +579,7 @@ def bucket_of(key: int, replica: int, size: int) -> int:
     return 2 * (replica * size + int(mixed))
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def forget(pool: Array, keys: Array, chains: Array, block: int, bucket: int) -> None:
     before, after = pool[block, B_CHAIN_BEFORE], pool[block, B_CHAIN_NEXT]
     if before < 0:
@@ -607,7 +593,7 @@ def forget(pool: Array, keys: Array, chains: Array, block: int, bucket: int) -> 
     keys[block] = 0
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def take(pool: Array, keys: Array, chains: Array, null: int, replica: int, size: int) -> int:
     """The first free block, for new content."""
     block = pool[null, B_NEXT]
@@ -620,7 +606,7 @@ def take(pool: Array, keys: Array, chains: Array, null: int, replica: int, size:
     return block
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def insert(pool: Array, block: int, before: int) -> None:
     """Into the free ring, right after `before`."""
     after = pool[before, B_NEXT]
@@ -630,7 +616,7 @@ def insert(pool: Array, block: int, before: int) -> None:
     pool[after, B_BEFORE] = block
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def register(
     pool: Array, keys: Array, chains: Array, block: int, key: int, replica: int, size: int
 ) -> None:
@@ -646,7 +632,7 @@ def register(
     chains[bucket + 1] = block
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def find(pool: Array, keys: Array, chains: Array, key: int, replica: int, size: int) -> int:
     """The block registered first of those that hold `key`; -1: none."""
     block = chains[bucket_of(key, replica, size)]
@@ -655,18 +641,17 @@ def find(pool: Array, keys: Array, chains: Array, key: int, replica: int, size: 
     return block
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
-def prefix_nodes(offsets: Array, ids: Array, covered: int, prompts: Array, nodes: Array) -> None:
-    """Number every distinct sequence of content ids: `nodes[i]` stands for the ids of its row up to i.
+@compiled
+def number_prefixes(
+    offsets: Array, covered: int, prompts: Array, nodes: Array, table: Array
+) -> None:
+    """Number every distinct sequence of content ids: `nodes` holds ids, then stands for its row's up to there.
 
-    Ids that begin behind their prompt's end are ignored (0). An open-addressed table of (parent, id).
+    Ids that begin behind their prompt's end are ignored (0). `table`: open-addressed rows of (parent, id,
+    number), parent -1 where empty; a power of two of them, more than there are ids. Compiled code here must
+    not ask for memory: no numba stands behind it.
     """
-    size = 1 << 10
-    while size < 2 * len(ids) + 2:
-        size *= 2
-    parents = np.full(size, -1, dtype=np.int64)
-    contents = np.empty(size, dtype=np.int64)
-    names = np.empty(size, dtype=np.int64)
+    size = table.shape[0]
     last = 0
     mask = np.uint64(size - 1)
     for row in range(len(offsets) - 1):
@@ -675,24 +660,25 @@ def prefix_nodes(offsets: Array, ids: Array, covered: int, prompts: Array, nodes
             if (at - offsets[row]) * covered >= prompts[row]:
                 nodes[at] = 0
                 continue
+            content = nodes[at]
             mixed = (np.uint64(parent) * np.uint64(0x9E3779B97F4A7C15)) ^ (
-                np.uint64(ids[at]) * np.uint64(0xC2B2AE3D27D4EB4F)
+                np.uint64(content) * np.uint64(0xC2B2AE3D27D4EB4F)
             )
             place = np.int64((mixed ^ (mixed >> np.uint64(31))) & mask)
-            while parents[place] >= 0 and not (
-                parents[place] == parent and contents[place] == ids[at]
+            while table[place, 0] >= 0 and not (
+                table[place, 0] == parent and table[place, 1] == content
             ):
                 place = (place + 1) & (size - 1)
-            if parents[place] < 0:
+            if table[place, 0] < 0:
                 last += 1
-                parents[place] = parent
-                contents[place] = ids[at]
-                names[place] = last
-            parent = names[place]
+                table[place, 0] = parent
+                table[place, 1] = content
+                table[place, 2] = last
+            parent = table[place, 2]
             nodes[at] = parent
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def block_key(cfg: Array, offsets: Array, nodes: Array, request: int, prompt: int, k: int) -> int:
     """The key of a request's block `k`: its shared prefix up to there, else its own; never 0."""
     covered = cfg[C_IDS_TOKENS]
@@ -705,7 +691,7 @@ def block_key(cfg: Array, offsets: Array, nodes: Array, request: int, prompt: in
     return -(request * cfg[C_TABLE] + k) - 1
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def register_upto(
     cfg: Array,
     hot: Array,
@@ -730,7 +716,7 @@ def register_upto(
     hot[slot, H_KEYED] = full
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def free_request(
     cfg: Array, rep: Array, r: int, hot: Array, slot: int, table: Array, pool: Array, keys: Array
 ) -> None:
@@ -766,7 +752,7 @@ def free_request(
 # --- queues ----------------------------------------------------------------------------------------------
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def sooner(a: int, b: int, priority: Array, sent: Array) -> bool:
     if priority[a] != priority[b]:
         return priority[a] < priority[b]
@@ -775,7 +761,7 @@ def sooner(a: int, b: int, priority: Array, sent: Array) -> bool:
     return a < b
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def heap_push(heap: Array, size: int, request: int, priority: Array, sent: Array) -> None:
     at = size
     while at > 0:
@@ -787,7 +773,7 @@ def heap_push(heap: Array, size: int, request: int, priority: Array, sent: Array
     heap[at] = request
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def heap_remove(heap: Array, size: int, at: int, priority: Array, sent: Array) -> None:
     """Take out the entry at `at` of `size`."""
     last = heap[size - 1]
@@ -813,7 +799,7 @@ def heap_remove(heap: Array, size: int, at: int, priority: Array, sent: Array) -
     heap[at] = last
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def push_waiting(
     cfg: Array,
     rep: Array,
@@ -840,7 +826,7 @@ def push_waiting(
     rep[r, R_WAITING] += 1
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def remove_waiting(
     cfg: Array,
     rep: Array,
@@ -873,7 +859,7 @@ def remove_waiting(
 # --- client and router (client.py, router.py) -------------------------------------------------------------
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def place_of(
     cfg: Array,
     glob: Array,
@@ -919,7 +905,7 @@ def place_of(
     return best
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def send(
     cfg: Array,
     glob: Array,
@@ -952,7 +938,7 @@ def send(
         glob[G_SEQ] += 1
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def ended(
     cfg: Array,
     glob: Array,
@@ -977,7 +963,7 @@ def ended(
         send(cfg, glob, rep, first, after, prompts, sent, replica, fixed, pairs)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def timer(glob: Array, rep: Array, r: int, state: int, at: int) -> None:
     rep[r, R_STATE] = state
     rep[r, R_AT] = at
@@ -985,7 +971,7 @@ def timer(glob: Array, rep: Array, r: int, state: int, at: int) -> None:
     glob[G_SEQ] += 1
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def sleep(cfg: Array, glob: Array, rep: Array, r: int, sent: Array) -> None:
     """Until something is in the inbox (`Replica._sleep`)."""
     first = rep[r, R_INBOX_HEAD]
@@ -999,7 +985,7 @@ def sleep(cfg: Array, glob: Array, rep: Array, r: int, sent: Array) -> None:
 # --- the loop ----------------------------------------------------------------------------------------------
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def schedule(
     cfg: Array,
     glob: Array,
@@ -1382,7 +1368,7 @@ def schedule(
     return place
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def advance(
     cfg: Array,
     glob: Array,
@@ -1714,8 +1700,7 @@ def advance(
     return True
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def pointer(_typing: Any, address: Any) -> Any:
+def _pointer(_typing: Any, address: Any) -> Any:
     """An address as a pointer."""
 
     def code(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
@@ -1724,52 +1709,63 @@ def pointer(_typing: Any, address: Any) -> Any:
     return types.voidptr(address), code
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
-def advance_at(places: Array, dims: Array) -> bool:
-    """`advance` with its arrays by address and shape (shape (k, 4)), in the order of its arguments.
+pointer: Any = intrinsic(_pointer)
 
-    numba counts references to arrays that come from Python, atomically and at every call between compiled
-    functions; arrays made here have none to count. That is worth a factor of three.
+
+def entry(places: Array, dims: Array, task: int) -> bool:
+    """`advance` with its arrays by address and shape (four numbers each), in the order of its arguments.
+
+    `task` 1 numbers prefixes instead. numba counts references to arrays that come from Python, atomically
+    and at every call between compiled functions; arrays made here have none to count.
     """
+    if task == 1:
+        number_prefixes(
+            carray(pointer(places[11]), (dims[44],), np.int64),
+            carray(pointer(places[0]), (dims[0],), np.int64)[C_IDS_TOKENS],
+            carray(pointer(places[17]), (dims[68],), np.int64),
+            carray(pointer(places[12]), (dims[48],), np.int64),
+            carray(pointer(places[40]), (dims[160], dims[161]), np.int64),
+        )
+        return False
     return advance(
-        carray(pointer(places[0]), (dims[0, 0],), np.int64),
-        carray(pointer(places[1]), (dims[1, 0],), np.int64),
-        carray(pointer(places[2]), (dims[2, 0], dims[2, 1]), np.int64),
-        carray(pointer(places[3]), (dims[3, 0], dims[3, 1]), np.int64),
-        carray(pointer(places[4]), (dims[4, 0],), np.int64),
-        carray(pointer(places[5]), (dims[5, 0],), np.int32),
-        carray(pointer(places[6]), (dims[6, 0], dims[6, 1]), np.int64),
-        carray(pointer(places[7]), (dims[7, 0], dims[7, 1]), np.int32),
-        carray(pointer(places[8]), (dims[8, 0], dims[8, 1]), np.int64),
-        carray(pointer(places[9]), (dims[9, 0], dims[9, 1]), np.int32),
-        carray(pointer(places[10]), (dims[10, 0],), np.int32),
-        carray(pointer(places[11]), (dims[11, 0],), np.int64),
-        carray(pointer(places[12]), (dims[12, 0],), np.int64),
-        carray(pointer(places[13]), (dims[13, 0], dims[13, 1]), np.int32),
-        carray(pointer(places[14]), (dims[14, 0],), np.int64),
-        carray(pointer(places[15]), (dims[15, 0],), np.int32),
-        carray(pointer(places[16]), (dims[16, 0],), np.int64),
-        carray(pointer(places[17]), (dims[17, 0],), np.int64),
-        carray(pointer(places[18]), (dims[18, 0],), np.int64),
-        carray(pointer(places[19]), (dims[19, 0],), np.int64),
-        carray(pointer(places[20]), (dims[20, 0],), np.int32),
-        carray(pointer(places[21]), (dims[21, 0],), np.bool_),
-        carray(pointer(places[22]), (dims[22, 0],), np.bool_),
-        carray(pointer(places[23]), (dims[23, 0],), np.int64),
-        carray(pointer(places[24]), (dims[24, 0],), np.int32),
-        carray(pointer(places[25]), (dims[25, 0],), np.int32),
-        carray(pointer(places[26]), (dims[26, 0], dims[26, 1]), np.int32),
-        carray(pointer(places[27]), (dims[27, 0], dims[27, 1]), np.int64),
-        carray(pointer(places[28]), (dims[28, 0], dims[28, 1]), np.int64),
-        carray(pointer(places[29]), (dims[29, 0], dims[29, 1]), np.int16),
-        carray(pointer(places[30]), (dims[30, 0],), np.int64),
-        carray(pointer(places[31]), (dims[31, 0], dims[31, 1]), np.int64),
-        carray(pointer(places[32]), (dims[32, 0], dims[32, 1]), np.int64),
-        carray(pointer(places[33]), (dims[33, 0], dims[33, 1]), np.int64),
-        carray(pointer(places[34]), (dims[34, 0], dims[34, 1], dims[34, 2]), np.int64),
-        carray(pointer(places[35]), (dims[35, 0], dims[35, 1], dims[35, 2], dims[35, 3]), np.int64),
-        carray(pointer(places[36]), (dims[36, 0],), np.int64),
-        carray(pointer(places[37]), (dims[37, 0], dims[37, 1]), np.int64),
-        carray(pointer(places[38]), (dims[38, 0],), np.int64),
-        carray(pointer(places[39]), (dims[39, 0],), np.float64),
+        carray(pointer(places[0]), (dims[0],), np.int64),
+        carray(pointer(places[1]), (dims[4],), np.int64),
+        carray(pointer(places[2]), (dims[8], dims[9]), np.int64),
+        carray(pointer(places[3]), (dims[12], dims[13]), np.int64),
+        carray(pointer(places[4]), (dims[16],), np.int64),
+        carray(pointer(places[5]), (dims[20],), np.int32),
+        carray(pointer(places[6]), (dims[24], dims[25]), np.int64),
+        carray(pointer(places[7]), (dims[28], dims[29]), np.int32),
+        carray(pointer(places[8]), (dims[32], dims[33]), np.int64),
+        carray(pointer(places[9]), (dims[36], dims[37]), np.int32),
+        carray(pointer(places[10]), (dims[40],), np.int32),
+        carray(pointer(places[11]), (dims[44],), np.int64),
+        carray(pointer(places[12]), (dims[48],), np.int64),
+        carray(pointer(places[13]), (dims[52], dims[53]), np.int32),
+        carray(pointer(places[14]), (dims[56],), np.int64),
+        carray(pointer(places[15]), (dims[60],), np.int32),
+        carray(pointer(places[16]), (dims[64],), np.int64),
+        carray(pointer(places[17]), (dims[68],), np.int64),
+        carray(pointer(places[18]), (dims[72],), np.int64),
+        carray(pointer(places[19]), (dims[76],), np.int64),
+        carray(pointer(places[20]), (dims[80],), np.int32),
+        carray(pointer(places[21]), (dims[84],), np.bool_),
+        carray(pointer(places[22]), (dims[88],), np.bool_),
+        carray(pointer(places[23]), (dims[92],), np.int64),
+        carray(pointer(places[24]), (dims[96],), np.int32),
+        carray(pointer(places[25]), (dims[100],), np.int32),
+        carray(pointer(places[26]), (dims[104], dims[105]), np.int32),
+        carray(pointer(places[27]), (dims[108], dims[109]), np.int64),
+        carray(pointer(places[28]), (dims[112], dims[113]), np.int64),
+        carray(pointer(places[29]), (dims[116], dims[117]), np.int16),
+        carray(pointer(places[30]), (dims[120],), np.int64),
+        carray(pointer(places[31]), (dims[124], dims[125]), np.int64),
+        carray(pointer(places[32]), (dims[128], dims[129]), np.int64),
+        carray(pointer(places[33]), (dims[132], dims[133]), np.int64),
+        carray(pointer(places[34]), (dims[136], dims[137], dims[138]), np.int64),
+        carray(pointer(places[35]), (dims[140], dims[141], dims[142], dims[143]), np.int64),
+        carray(pointer(places[36]), (dims[144],), np.int64),
+        carray(pointer(places[37]), (dims[148], dims[149]), np.int64),
+        carray(pointer(places[38]), (dims[152],), np.int64),
+        carray(pointer(places[39]), (dims[156],), np.float64),
     )

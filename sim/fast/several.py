@@ -1,25 +1,24 @@
-"""Many simulations in one process: the compiled kernel is loaded once, for all of them."""
+"""Many simulations in one process: together they may be worth compiling the kernel for."""
 
 from __future__ import annotations
 
-import sys
+import contextlib
 
-from vsim.sim.fast.dispatch import (
-    TOKENS_WORTH_COMPILING,
-    TOKENS_WORTH_LOADING,
-    chosen,
-    is_compiled,
-)
+from vsim.sim.fast.dispatch import TOKENS_WORTH_COMPILING, chosen
 from vsim.traces.trace import Trace
 
 
 def load_for(trace: Trace, runs: int) -> None:
-    """Load the kernel now if `runs` simulations of `trace` in this process are sooner done with it.
+    """Compile the kernel now if `runs` simulations of `trace` are sooner done with it than without.
 
-    From then on every run of this process uses it (`dispatch.worthwhile`), however small.
+    What is compiled is kept on disk, and every later run takes it (`dispatch.worthwhile`). A machine that
+    cannot compile goes step by step.
     """
-    if "vsim.sim.fast.kernel" in sys.modules or chosen(None) == "reference" or not len(trace):
+    if chosen(None) == "reference" or not len(trace):
         return
     tokens = (int(trace.output_tokens.sum()) + 20 * len(trace)) * runs
-    if tokens >= TOKENS_WORTH_COMPILING or (tokens >= TOKENS_WORTH_LOADING and is_compiled()):
-        import vsim.sim.fast.kernel  # noqa: F401
+    if tokens >= TOKENS_WORTH_COMPILING:
+        from vsim.sim.fast.compiled import CompileError, entry
+
+        with contextlib.suppress(CompileError):
+            entry()

@@ -15,6 +15,8 @@ import numpy.typing as npt
 from vsim.models.kernel_params import KernelParams, export
 from vsim.sim.config import MAX_BLOCKS, KVGroup
 from vsim.sim.content import STREAM_TOKENS
+from vsim.sim.fast import places as kernel
+from vsim.sim.fast.compiled import CompileError, entry
 from vsim.sim.fast.gaps import Gaps
 from vsim.sim.front_end import TOO_LONG, FrontEnd
 from vsim.sim.router import (
@@ -83,6 +85,7 @@ ARRAYS = (
     "stages",
     "ints",
     "floats",
+    "prefix_table",  # of `kernel.entry` alone
 )
 
 Ints = npt.NDArray[np.int64]
@@ -150,6 +153,10 @@ def attempt(
     )
     if params is None:
         return None
+    try:
+        entry()
+    except CompileError:
+        return None
     # Without shared content a block is found again only by a request that was preempted.
     once = config.enable_prefix_caching and (
         trace.prefix_ids is None or not len(trace.prefix_ids) or not trace.prefix_block_tokens
@@ -197,9 +204,7 @@ class _World:
         params: KernelParams,
         counts_only: bool,
     ) -> None:
-        from vsim.sim.fast import kernel
-
-        self.kernel = kernel
+        self.entry = entry()
         self.trace, self.replicas, self.route, self.params = trace, replicas, route, params
         self.ints, self.floats = params.integers, params.floats
         self.config = config = replicas[0].config
@@ -260,7 +265,7 @@ class _World:
         self.stages = zeros((count, config.pipeline_parallel_size), dtype=np.int64)
 
     def _settings(self, max_concurrency: int | None, max_running: int) -> Ints:
-        kernel, config, trace = self.kernel, self.config, self.trace
+        config, trace = self.config, self.trace
         rules = v1_rules(config)
         cfg = np.zeros(40, dtype=np.int64)
         block_size = config.block_size
@@ -312,7 +317,7 @@ class _World:
 
     def _blocks(self) -> None:
         """The pool, all free in order of number; block 0 of each replica closes its ring."""
-        kernel, count = self.kernel, len(self.replicas)
+        count = len(self.replicas)
         caching, blocks = self.caching, int(self.cfg[kernel.C_BLOCKS])
         size = int(self.cfg[kernel.C_HASH])
         total = count * blocks if caching else 0
@@ -332,14 +337,11 @@ class _World:
     def _shared_prefixes(self) -> None:
         trace = self.trace
         self.offsets = self.nodes = np.zeros(0, dtype=np.int64)
-        covered = int(self.cfg[self.kernel.C_IDS_TOKENS])
+        self.prefix_table = np.zeros((0, 3), dtype=np.int64)
+        covered = int(self.cfg[kernel.C_IDS_TOKENS])
         if covered and trace.prefix_ids is not None and trace.prefix_offsets is not None:
             self.offsets = _int64(trace.prefix_offsets)
-            ids = _int64(trace.prefix_ids)
-            self.nodes = np.zeros(len(ids), dtype=np.int64)
-            self.kernel.prefix_nodes(
-                self.offsets, ids, covered, _int64(trace.prompt_tokens), self.nodes
-            )
+            self.nodes = np.array(trace.prefix_ids, dtype=np.int64)  # ids, until they are numbered
 
     def _route_choices(self) -> None:
         """What a route decides without looking at the replicas: draws, and homes of prefixes."""
@@ -349,9 +351,9 @@ class _World:
         if count == 1:
             return
         if isinstance(route, RoundRobin):
-            self.glob[self.kernel.G_TURN] = route.turn
+            self.glob[kernel.G_TURN] = route.turn
         elif isinstance(route, PowerOfTwo):
-            self.glob[self.kernel.G_TURN] = 0
+            self.glob[kernel.G_TURN] = 0
             drawn = [route.draw(count) for _ in range(len(trace))]
             self.pairs = np.array(drawn, dtype=np.int32).reshape(-1, 2)
         elif route is prefix_affinity or route is session_affinity:
@@ -372,7 +374,6 @@ class _World:
 
     def _more_slots(self, least: int) -> None:
         """Room for more requests that were admitted and have not ended."""
-        kernel = self.kernel
         old, free = len(self.hot), int(self.glob[kernel.G_SLOTS])
         new = max(2 * old, 2 * least)
         hot = np.full((new, kernel.HOT), -1, dtype=np.int64)
@@ -384,10 +385,15 @@ class _World:
         self.glob[kernel.G_SLOTS] = new - old + free
 
     def run(self, on_step: Callable[[int, int], None] | None) -> Run | None:
-        kernel, glob = self.kernel, self.glob
+        glob = self.glob
         steps = {name: [] for name in (*STEP_COLUMNS, "emitted", "replica")}  # type: dict[str, list[Column]]
         gaps = Gaps()
         spans: list[Ints] = []
+        if len(self.nodes):
+            size = 1 << (2 * len(self.nodes)).bit_length()
+            self.prefix_table = np.full((size, 3), -1, dtype=np.int64)
+            self._advance(task=1)
+            self.prefix_table = np.zeros((0, 3), dtype=np.int64)
         going = True
         while going:
             if glob[kernel.G_SLOTS] < self.most:
@@ -422,9 +428,9 @@ class _World:
     @property
     def blocks_matter(self) -> bool:
         """Did a run that only counted blocks come to where it matters which?"""
-        return bool(self.glob[self.kernel.G_ERROR] == self.kernel.BLOCKS_MATTER)
+        return bool(self.glob[kernel.G_ERROR] == kernel.BLOCKS_MATTER)
 
-    def _advance(self) -> bool:
+    def _advance(self, task: int = 0) -> bool:
         """The kernel's next slice. `self` keeps the arrays alive whose addresses it is given."""
         arrays = [getattr(self, name) for name in ARRAYS]
         places = np.array([array.ctypes.data for array in arrays], dtype=np.int64)
@@ -432,10 +438,10 @@ class _World:
         for row, array in zip(dims, arrays, strict=True):
             assert array.flags.c_contiguous
             row[: array.ndim] = array.shape
-        return bool(self.kernel.advance_at(places, dims))
+        return self.entry(places.ctypes.data, dims.ctypes.data, task)
 
     def _drain_rows(self, steps: dict[str, list[Column]]) -> None:
-        rows = self.rows[: self.glob[self.kernel.G_ROWS]]
+        rows = self.rows[: self.glob[kernel.G_ROWS]]
         kinds = {**STEP_COLUMNS, "emitted": "int32", "replica": "int32"}
         places = [name for name in STEP_COLUMNS if name != "swapped_blocks"] + [
             "emitted",
@@ -447,7 +453,7 @@ class _World:
         steps["swapped_blocks"].append(np.zeros(len(rows), dtype=np.int32))
 
     def _note_model(self) -> None:
-        loaded, kernel, glob = self.params.loaded, self.kernel, self.glob
+        loaded, glob = self.params.loaded, self.glob
         if loaded is None:
             return
         loaded.steps += int(glob[kernel.G_STEPS])
@@ -458,7 +464,7 @@ class _World:
                 loaded.outside[name] = loaded.outside.get(name, 0) + count
 
     def _request_columns(self) -> dict[str, Column]:
-        kernel, trace, n = self.kernel, self.trace, len(self.trace)
+        trace, n = self.trace, len(self.trace)
         # Those that never ended still stand in their slots.
         alive = self.hot[self.slot_of[self.slot_of >= 0]]
         rows = alive[:, kernel.H_REQUEST]
@@ -499,7 +505,6 @@ class _World:
         return tuple(texts[code] for _, code in seen)
 
     def _counters(self) -> dict[str, int]:
-        kernel = self.kernel
         total = self.rep.sum(axis=0)
         return {
             "prefix_cache_queries_tokens": int(total[kernel.R_QUERIES]),
@@ -511,7 +516,7 @@ class _World:
         }
 
     def _ended_early(self) -> str | None:
-        kernel, n = self.kernel, len(self.trace)
+        n = len(self.trace)
         left = n - int(self.glob[kernel.G_ENDED])
         if not left:
             return None
