@@ -194,7 +194,7 @@ def replay(
             gpus_per_replica=deployment.gpus_per_replica,
             block_bytes=deployment.capacity.bytes_per_block,
         )
-        said += fleet.sentences()
+        said += fleet.sentences(sent.tenant_names)
         replicas = run.counters.get("replica_slots", replicas)
     else:
         run = simulate_cluster(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from vsim.errors import UserError
 from vsim.sim.fleet.autoscale import Autoscale
 
 # What the router does with a request that it may not pass on now.
@@ -155,14 +157,28 @@ class FleetSpec:
         return self.replicas if self.autoscale is None else self.autoscale.max_replicas
 
     def settled(self, replicas: int, route: str) -> FleetSpec:
-        """With what the file leaves open taken from the command line; autoscaling's bounds hold from the start."""
-        if self.autoscale is not None and self.replicas is None:
-            replicas = min(max(replicas, self.autoscale.min_replicas), self.autoscale.max_replicas)
-        return dataclasses.replace(
-            self,
-            replicas=replicas if self.replicas is None else self.replicas,
-            route=route if self.route is None else self.route,
+        """With what the file leaves open taken from the command line, where 1 replica says nothing.
+
+        Raises UserError for replicas outside autoscaling's bounds, and outages of replicas that never are.
+        """
+        number = replicas if self.replicas is None else self.replicas
+        if self.autoscale is not None:
+            low, high = self.autoscale.min_replicas, self.autoscale.max_replicas
+            number = low if number == 1 else number
+            if not low <= number <= high:
+                raise UserError(
+                    f"{number} replicas to begin with, and {self.name} keeps {low} to {high}: start within that"
+                )
+        settled = dataclasses.replace(
+            self, replicas=number, route=route if self.route is None else self.route
         )
+        for outage in (*self.failures, *self.drains):
+            if outage.replica >= settled.slots:
+                raise UserError(
+                    f"{self.name} lets replica {outage.replica} fail or drain, and replicas run from 0 to "
+                    f"{settled.slots - 1}: change that number, or --replicas"
+                )
+        return settled
 
     def as_dict(self) -> dict[str, Any]:
         """What the file asks for, JSON-ready: sections that differ from the defaults."""
@@ -173,9 +189,15 @@ class FleetSpec:
             if (value := getattr(self, name)) != getattr(nothing, name)
         }
 
-    def sentences(self) -> list[str]:
-        """What was assumed of this fleet, for the user."""
+    def sentences(self, tenant_names: Sequence[str] = ()) -> list[str]:
+        """What was assumed of this fleet, for the user; `tenant_names`: those of the trace."""
         said = []
+        if self.tenants is not None:
+            absent = [name for name in self.tenants.named if name not in tenant_names]
+            if absent:
+                said.append(
+                    f"the trace has no tenant {', '.join(absent)}: that limit changes nothing"
+                )
         if self.network != Network():
             said.append(
                 f"network: {self.network.latency_s:g} s each way"
