@@ -10,6 +10,7 @@ from typing import Any
 
 from vsim.sim import report_anomalies, report_causes, report_series, report_tables
 from vsim.sim.bill import bill_rows
+from vsim.sim.fleet.report import events_table
 from vsim.sim.report_svg import Chart, chart_data, esc, render_chart
 from vsim.sim.run import Run
 from vsim.sim.summary import setting
@@ -47,6 +48,8 @@ def render_report(run: Run, summary: Mapping[str, Any]) -> str:
         sections.append(_section("GPU time and cost", report_tables.two_columns(rows)))
     if reasons := report_tables.reasons_table(summary):
         sections.append(_section("Rejected requests", reasons))
+    if events := events_table(run):
+        sections.append(_section("Fleet events", events))
     if replicas := report_tables.replicas_table(run):
         sections.append(_section("Replicas", replicas))
     if tenants := report_tables.tenants_table(run):
@@ -77,6 +80,7 @@ _TIMELINES = (
     "batch",
     "rate",
     "trouble",
+    "fleet",
 )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vsim.sim import metrics, timeline
+from vsim.sim.fleet.report import replicas_chart
 from vsim.sim.report_svg import Chart, Series
 from vsim.sim.run import FINISHED, REJECTED, Run
 
@@ -41,6 +42,8 @@ def charts(run: Run, summary: Mapping[str, Any], clock: timeline.StepClock) -> l
     found.append(request_rate_chart(run, coarse))
     if summary["preemptions"] or summary["rejected_reasons"]:
         found.append(trouble_chart(run, coarse))
+    if (fleet := replicas_chart(run, fine)) is not None:
+        found.append(fleet)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,10 @@ from vsim.sim.cluster import ReplicaSpec
 from vsim.sim.config import SchedulerConfig
 from vsim.sim.fleet import spec as says
 from vsim.sim.fleet.read import read_fleet
+from vsim.sim.fleet.report import replicas_over_time
 from vsim.sim.fleet.simulate import _Fleet, simulate_fleet
 from vsim.sim.fleet.spec import Admission, FleetSpec, Network, Outage, Retry
+from vsim.sim.report import render_report
 from vsim.sim.router import ROUTES, named_route
 from vsim.sim.run import ABORTED, FINISHED, REJECTED, Run
 from vsim.sim.run_io import read_run, write_run
@@ -126,6 +129,25 @@ def test_events_and_attempts_survive_the_disk(tmp_path: Path) -> None:
     head.write_text(head.read_text().replace('"replica_down"', "7"))
     with pytest.raises(UserError, match="events are not"):
         read_run(tmp_path / "run")
+
+
+def test_the_report_shows_how_many_replicas_there_were() -> None:
+    spec = FleetSpec(
+        replicas=3,
+        failures=(Outage(0, 0.1, 0.2),),
+        drains=(Outage(1, 0.2),),
+        retry=Retry(attempts=2),
+    )
+    trace = Trace.of([i * 0.05 for i in range(20)], [16] * 20, [10] * 20)
+    run = dataclasses.replace(run_of(trace, spec), config={"fleet": spec.as_dict()})
+    at, serving, paid = replicas_over_time(run)
+    changes = dict(zip((at // MS).tolist(), serving.tolist(), strict=True))
+    assert (serving[0], changes[100], changes[200], changes[300]) == (3, 2, 1, 2)
+    assert set(paid.tolist()) == {3}
+    page = render_report(run, summarize(run))
+    assert "Fleet events" in page and "replica 0 fails: " in page and 'id="fleet"' in page
+    plain = run_of(trace, FleetSpec(replicas=3))
+    assert "Fleet events" not in render_report(plain, summarize(plain))
 
 
 outages = st.lists(

@@ -137,14 +137,19 @@ def fleet_rows(s: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
+def event_words(kind: str, replica: int, text: str) -> str:
+    """One event in words."""
+    words = WORDS[kind].format(replica) if kind in WORDS else f"{kind} {replica}"
+    return f"{words}: {text}" if text else words
+
+
 def event_lines(s: Mapping[str, Any], width: int) -> list[str]:
     """Events in words, one a line."""
     events = s["events"]
     lines = []
     for event in events[:MAX_EVENTS]:
-        words = WORDS.get(event["kind"], event["kind"]).format(event["replica"])
-        text = f": {event['text']}" if event["text"] else ""
-        line = f"{event['at_s']:>10,.1f} s  {plain(words)}{plain(text)}"
+        words = event_words(event["kind"], event["replica"], event["text"])
+        line = f"{event['at_s']:>10,.1f} s  {plain(words)}"
         lines += textwrap.wrap(line, width, subsequent_indent=" " * 14, drop_whitespace=False)
     if len(events) > MAX_EVENTS:
         lines.append(f"{'':14}{len(events) - MAX_EVENTS} more events in summary.json")
