@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +11,13 @@ import pytest
 from fixed_step import Fixed
 
 from vsim.errors import UserError
+from vsim.models.step import StepShape
 from vsim.sim.cluster import ReplicaSpec, simulate_cluster
 from vsim.sim.config import SchedulerConfig
 from vsim.sim.fleet.read import read_fleet
 from vsim.sim.fleet.simulate import simulate_fleet
 from vsim.sim.fleet.spec import Admission, FleetSpec, Network
-from vsim.sim.router import ROUTES, named_route
+from vsim.sim.router import ROUTES, least_requests, named_route
 from vsim.sim.run import FINISHED, REJECTED, Run
 from vsim.sim.summary import rejected_reasons, summarize
 from vsim.traces.trace import Trace
@@ -97,6 +99,41 @@ def test_vllms_own_limits_count_what_vllm_counts() -> None:
     run = fleet(trace, FleetSpec(replicas=1, admission=Admission(max_num_queued_tokens=150)))
     assert run.requests["status"].tolist() == [FINISHED, FINISHED, REJECTED, FINISHED]
     assert rejected_reasons(run) == {"rejected_max_num_queued_tokens": 1}
+
+
+class Drawn(Fixed):
+    """Service times given one by one: one step a request."""
+
+    def __init__(self, seconds: Iterator[float]) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def device_seconds(self, shape: StepShape) -> float:
+        return next(self._seconds)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "places", "load", "blocked"),
+    [
+        (1, 2, 1.0, 1 / 3),  # M/M/1/2 at load 1: each of three states is as likely
+        (1, 5, 0.9, 0.9**5 * 0.1 / (1 - 0.9**6)),  # M/M/1/5
+        (3, 1, 2.0, (8 / 6) / (1 + 2 + 2 + 8 / 6)),  # Erlang's loss formula, three servers
+    ],
+)
+def test_a_limited_queue_refuses_the_share_that_theory_says(
+    replicas: int, places: int, load: float, blocked: float
+) -> None:
+    n = 20_000
+    rng = np.random.default_rng(8)
+    arrivals = np.cumsum(rng.exponential(0.010 / load, n))
+    trace = Trace.of(arrivals.tolist(), [1] * n, [1] * n)
+    run = simulate_fleet(
+        trace,
+        ReplicaSpec(ONE_AT_A_TIME, Drawn(iter(rng.exponential(0.010, n).tolist()))),
+        FleetSpec(replicas=replicas, admission=Admission(max_num_queued_reqs=places)),
+        least_requests,
+    )
+    assert (run.requests["status"] == REJECTED).mean() == pytest.approx(blocked, rel=0.03)
 
 
 def test_the_router_refuses_beyond_the_fleets_queue() -> None:
