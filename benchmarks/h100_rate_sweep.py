@@ -306,6 +306,7 @@ def summarise(what: str, found: Sequence[tuple[float, str, bool]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--all-pairs", action="store_true", help="every pair of rates, not one")
+    parser.add_argument("--part", metavar="I/N", help="of every N pairs only the I-th, from 0")
     parser.add_argument("--server", action="append", choices=list(SERVERS), help="only this one")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all errors there")
     parser.add_argument("--verbose", action="store_true", help="the fit's rounds")
@@ -317,6 +318,9 @@ def main() -> None:
             continue
         server = Server(name)
         pairs = list(itertools.combinations(range(len(stages)), 2)) if asked.all_pairs else [PAIR]
+        if asked.part:
+            first, of = (int(number) for number in asked.part.split("/"))
+            pairs = pairs[first::of]
         every: list[tuple[float, str, bool]] = []
         print(f"\n{name}: {MODEL} on {GPU}, errors (predicted - measured) / measured")
         for pair in pairs:

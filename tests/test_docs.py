@@ -32,8 +32,13 @@ FOREIGN_FLAGS = {
     "--save-detailed": "`vllm bench serve`: the same with per-request lists",
     "--dataset-name": "`vllm bench serve`: takes our timed_trace files",
     "--n": "tests/exact.py: how many random cases",
+    "--all-pairs": "benchmarks/h100_rate_sweep.py: every pair of rates",
+    "--part": "benchmarks/h100_rate_sweep.py: a part of the pairs",
 }
-REPOSITORY_SCRIPT_FLAGS = {"tests/exact.py": {"--n"}}
+REPOSITORY_SCRIPT_FLAGS = {
+    "tests/exact.py": {"--n"},
+    "benchmarks/h100_rate_sweep.py": {"--all-pairs", "--part"},
+}
 
 
 def _name(page: Path) -> str:
