@@ -33,7 +33,7 @@ from vsim.sim.config import SchedulerConfig
 from vsim.sim.front_end import FrontEnd
 from vsim.sim.router import ROUTES, named_route
 from vsim.sim.run import Run
-from vsim.traces.trace import Trace, TraceSource
+from vsim.traces.trace import Sessions, Trace, TraceSource
 
 PROFILES = ("rtx4090-llama-3.1-8b", "rtxpro6000-llama-3.1-8b")
 
@@ -155,8 +155,18 @@ def random_trace(pick: Picker, config: SchedulerConfig) -> Trace:
         prefix_ids=ids,
         prefix_block_tokens=tokens,
         session=rng.integers(-1, 6, n).astype(np.int32) if pick.one_of([False, True]) else None,
+        sessions=random_turns(pick, rng, n),
         aborted=rng.random(n) < 0.1 if pick.one_of([False, False, True]) else None,
     )
+
+
+def random_turns(pick: Picker, rng: np.random.Generator, n: int) -> Sessions | None:
+    """Conversations that interleave, with thinking times that meet, and turns that two others follow."""
+    if not pick.one_of([False, False, True]):
+        return None
+    after = np.array([rng.integers(-1, i) if i and rng.random() < 0.6 else -1 for i in range(n)])
+    think = rng.integers(0, 3, n) * pick.one_of([0, 10_000_000, 33_333_333])
+    return Sessions(after.astype(np.int64), np.where(after >= 0, think, 0).astype(np.int64))
 
 
 def random_model(pick: Picker) -> tuple[Any, ...]:
@@ -264,6 +274,7 @@ def main() -> int:
         seen["with rejections"] += bool(run.reasons)
         seen["stalled"] += run.ended_early is not None
         seen["several replicas"] += case.replicas > 1
+        seen["with conversations"] += case.trace.sessions is not None
     print(f"{asked.n} deployments equal in every byte, {time.monotonic() - began:.0f} s")
     for name, count in seen.items():
         print(f"{count:12,} {name}")

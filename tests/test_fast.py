@@ -82,14 +82,17 @@ def test_what_the_kernel_does_not_know_goes_step_by_step(config: SchedulerConfig
         simulate(tiny(), config, ROOFLINE, engine="fast")
 
 
-def test_an_unknown_step_model_or_a_conversation_goes_step_by_step() -> None:
+def test_an_unknown_step_model_goes_step_by_step() -> None:
+    with pytest.raises(UserError, match="compiled kernel"):
+        simulate(tiny(), SchedulerConfig(), Fixed(), engine="fast")
+
+
+def test_a_turn_is_sent_when_the_one_before_has_ended_and_was_thought_about() -> None:
     turns = Sessions(np.array([-1, 0]), np.array([0, 10]))
-    for trace, model in (
-        (tiny(), Fixed()),
-        (dataclasses.replace(tiny(), sessions=turns), ROOFLINE),
-    ):
-        with pytest.raises(UserError, match="compiled kernel"):
-            simulate(trace, SchedulerConfig(), model, engine="fast")
+    run = simulate(
+        dataclasses.replace(tiny(), sessions=turns), SchedulerConfig(), ROOFLINE, engine="fast"
+    )
+    assert run.requests["sent_ns"][1] == run.requests["finish_ns"][0] + 10
 
 
 def test_a_model_that_answers_nonsense_is_refused_in_its_own_words() -> None:

@@ -60,6 +60,7 @@ from vsim.sim.fast.places import (
     C_REQUESTS,
     C_RESERVES,
     C_ROUTE,
+    C_SESSIONS,
     C_STAGES,
     C_STALE,
     C_TABLE,
@@ -72,14 +73,17 @@ from vsim.sim.fast.places import (
     F_FIRST,
     F_START,
     FEWEST_TOKENS,
+    G_BEGUN,
     G_BEYOND,
     G_CLIENT_AT,
     G_CLIENT_SEQ,
     G_ENDED,
     G_ERROR,
+    G_FOLLOWERS,
     G_GAPS,
     G_GATE_HEAD,
     G_GATE_TAIL,
+    G_HELD_BACK,
     G_NEXT,
     G_NOW,
     G_OUT,
@@ -939,6 +943,80 @@ def send(
 
 
 @compiled
+def arrive(
+    cfg: Array,
+    glob: Array,
+    rep: Array,
+    request: int,
+    after: Array,
+    prompts: Array,
+    sent: Array,
+    replica: Array,
+    fixed: Array,
+    pairs: Array,
+) -> None:
+    """The trace sends a request: to an engine, or to the client's gate."""
+    if cfg[C_GATE] >= 0 and glob[G_OUT] >= cfg[C_GATE]:
+        after[request] = -1
+        if glob[G_GATE_HEAD] < 0:
+            glob[G_GATE_HEAD] = request
+        else:
+            after[glob[G_GATE_TAIL]] = request
+        glob[G_GATE_TAIL] = request
+    else:
+        send(cfg, glob, rep, request, after, prompts, sent, replica, fixed, pairs)
+
+
+@compiled
+def begin_thinking(glob: Array, think: Array, held_back: Array, thinking: Array) -> None:
+    """Turns whose predecessors ended in the last event: `thinking` is a heap of (when, order, turn)."""
+    for k in range(glob[G_HELD_BACK]):
+        request = held_back[k]
+        when, order = glob[G_NOW] + think[request], glob[G_SEQ]
+        glob[G_SEQ] += 1
+        at = glob[G_FOLLOWERS]
+        glob[G_FOLLOWERS] += 1
+        while at > 0:
+            up = (at - 1) // 2
+            if thinking[up, 0] <= when:  # the order only grows
+                break
+            for part in range(3):
+                thinking[at, part] = thinking[up, part]
+            at = up
+        thinking[at, 0], thinking[at, 1], thinking[at, 2] = when, order, request
+    glob[G_HELD_BACK] = 0
+
+
+@compiled
+def next_turn(glob: Array, thinking: Array) -> int:
+    """The turn on top of `thinking`, which leaves it."""
+    request = thinking[0, 2]
+    size = glob[G_FOLLOWERS] - 1
+    glob[G_FOLLOWERS] = size
+    when, order, last = thinking[size, 0], thinking[size, 1], thinking[size, 2]
+    at = 0
+    while True:
+        down = 2 * at + 1
+        if down >= size:
+            break
+        if down + 1 < size and (
+            thinking[down + 1, 0] < thinking[down, 0]
+            or (
+                thinking[down + 1, 0] == thinking[down, 0]
+                and thinking[down + 1, 1] < thinking[down, 1]
+            )
+        ):
+            down += 1
+        if when < thinking[down, 0] or (when == thinking[down, 0] and order < thinking[down, 1]):
+            break
+        for part in range(3):
+            thinking[at, part] = thinking[down, part]
+        at = down
+    thinking[at, 0], thinking[at, 1], thinking[at, 2] = when, order, last
+    return request
+
+
+@compiled
 def ended(
     cfg: Array,
     glob: Array,
@@ -951,12 +1029,19 @@ def ended(
     replica: Array,
     fixed: Array,
     pairs: Array,
+    follower_at: Array,
+    followers: Array,
+    held_back: Array,
 ) -> None:
     """A request left the engine: the next at the client's gate may go."""
     rep[r, R_IN_FLIGHT] -= 1
     rep[r, R_PROMPTS] -= prompts[request]
     glob[G_ENDED] += 1
     glob[G_OUT] -= 1
+    if cfg[C_SESSIONS]:
+        for k in range(follower_at[request], follower_at[request + 1]):
+            held_back[glob[G_HELD_BACK]] = followers[k]
+            glob[G_HELD_BACK] += 1
     first = glob[G_GATE_HEAD]
     if first >= 0 and (cfg[C_GATE] < 0 or glob[G_OUT] < cfg[C_GATE]):
         glob[G_GATE_HEAD] = after[first]
@@ -1410,6 +1495,11 @@ def advance(
     stages: Array,
     ints: Array,
     floats: Array,
+    follower_at: Array,
+    followers: Array,
+    think: Array,
+    held_back: Array,
+    thinking: Array,
 ) -> bool:
     """Go on with the simulation; False: it is over (no event is left, or `glob[G_ERROR]` says why)."""
     n, num_replicas, depth = cfg[C_REQUESTS], cfg[C_REPLICAS], cfg[C_DEPTH]
@@ -1423,6 +1513,9 @@ def advance(
             or glob[G_SLOTS] < most
         ):
             return True
+        # A follower's process begins before anything else at that instant, but after all replicas'.
+        if glob[G_HELD_BACK] and glob[G_BEGUN] == num_replicas:
+            begin_thinking(glob, think, held_back, thinking)
         # The next event: the earliest, and of those the one made first.
         who, at, order = -2, 0, 0
         if glob[G_CLIENT_SEQ] >= 0:
@@ -1432,27 +1525,31 @@ def advance(
                 who == -2 or rep[r, R_AT] < at or (rep[r, R_AT] == at and rep[r, R_SEQ] < order)
             ):
                 who, at, order = r, rep[r, R_AT], rep[r, R_SEQ]
+        if glob[G_FOLLOWERS] and (
+            who == -2 or thinking[0, 0] < at or (thinking[0, 0] == at and thinking[0, 1] < order)
+        ):
+            who, at = -3, thinking[0, 0]
         if who == -2:
             return False
         glob[G_NOW] = now = at
+        if who == -3:
+            request = next_turn(glob, thinking)
+            arrivals[request] = now
+            arrive(cfg, glob, rep, request, after, prompts, sent, replica, fixed, pairs)
+            continue
         if who == -1:
             glob[G_CLIENT_SEQ] = -1
             request = glob[G_NEXT]
             while request < n:
+                if cfg[C_SESSIONS] and think[request] >= 0:
+                    request += 1
+                    continue  # sent when its predecessor ends
                 if arrivals[request] > now:
                     glob[G_CLIENT_AT] = arrivals[request]
                     glob[G_CLIENT_SEQ] = glob[G_SEQ]
                     glob[G_SEQ] += 1
                     break
-                if cfg[C_GATE] >= 0 and glob[G_OUT] >= cfg[C_GATE]:
-                    after[request] = -1
-                    if glob[G_GATE_HEAD] < 0:
-                        glob[G_GATE_HEAD] = request
-                    else:
-                        after[glob[G_GATE_TAIL]] = request
-                    glob[G_GATE_TAIL] = request
-                else:
-                    send(cfg, glob, rep, request, after, prompts, sent, replica, fixed, pairs)
+                arrive(cfg, glob, rep, request, after, prompts, sent, replica, fixed, pairs)
                 request += 1
             glob[G_NEXT] = request
             continue
@@ -1460,6 +1557,8 @@ def advance(
         r = who
         rep[r, R_SEQ] = -1
         state = rep[r, R_STATE]
+        if state == START:
+            glob[G_BEGUN] += 1
         if state == ASLEEP:
             rep[r, R_STATE] = START
             first = rep[r, R_INBOX_HEAD]
@@ -1513,6 +1612,9 @@ def advance(
                         replica,
                         fixed,
                         pairs,
+                        follower_at,
+                        followers,
+                        held_back,
                     )
                 unfinished = rep[r, R_RUNNING] > 0 or rep[r, R_WAITING] > 0
                 if not unfinished and rep[r, R_FINISHED] == 0 and rep[r, R_QUEUED] == 0:
@@ -1674,6 +1776,9 @@ def advance(
                         replica,
                         fixed,
                         pairs,
+                        follower_at,
+                        followers,
+                        held_back,
                     )
             if note[F_COUNT] > 0 or note[F_FIRST + 9] > 0:
                 row = rows[glob[G_ROWS]]
@@ -1724,7 +1829,7 @@ def entry(places: Array, dims: Array, task: int) -> bool:
             carray(pointer(places[0]), (dims[0],), np.int64)[C_IDS_TOKENS],
             carray(pointer(places[17]), (dims[68],), np.int64),
             carray(pointer(places[12]), (dims[48],), np.int64),
-            carray(pointer(places[40]), (dims[160], dims[161]), np.int64),
+            carray(pointer(places[45]), (dims[180], dims[181]), np.int64),
         )
         return False
     return advance(
@@ -1768,4 +1873,9 @@ def entry(places: Array, dims: Array, task: int) -> bool:
         carray(pointer(places[37]), (dims[148], dims[149]), np.int64),
         carray(pointer(places[38]), (dims[152],), np.int64),
         carray(pointer(places[39]), (dims[156],), np.float64),
+        carray(pointer(places[40]), (dims[160],), np.int64),
+        carray(pointer(places[41]), (dims[164],), np.int32),
+        carray(pointer(places[42]), (dims[168],), np.int64),
+        carray(pointer(places[43]), (dims[172],), np.int32),
+        carray(pointer(places[44]), (dims[176], dims[177]), np.int64),
     )

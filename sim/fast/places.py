@@ -23,7 +23,14 @@ from __future__ import annotations
     G_STEPS,
     G_OUTSIDE,
     G_BEYOND,  # and the four after it, one a feature of models/domain.py
-) = range(19)
+    _,
+    _,
+    _,
+    _,
+    G_FOLLOWERS,  # turns whose time to think has begun
+    G_HELD_BACK,  # turns whose time to think begins when the present event is over
+    G_BEGUN,  # replicas
+) = range(26)
 GLOBALS = 32
 
 # Of one replica: a row of `rep`.
@@ -127,7 +134,8 @@ ROW_COLUMNS = 15
     C_TABLE,
     C_LOOKS_UP,
     C_COUNTS_ONLY,
-) = range(34)
+    C_SESSIONS,
+) = range(35)
 
 # Routes
 (ONE_BY_ONE, FEWEST, FEWEST_TOKENS, OF_TWO, BY_PREFIX, BY_KV) = range(6)

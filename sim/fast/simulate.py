@@ -85,6 +85,11 @@ ARRAYS = (
     "stages",
     "ints",
     "floats",
+    "follower_at",
+    "followers",
+    "think",
+    "held_back",
+    "thinking",
     "prefix_table",  # of `kernel.entry` alone
 )
 
@@ -108,8 +113,8 @@ def covers(
         and config.num_cpu_blocks <= MAX_BLOCKS
         and not config.prefix_cache_retention_interval
         and 0 < len(trace) < 1 << 31
-        and trace.sessions is None
         and trace.prefix_block_tokens < STREAM_TOKENS
+        and (trace.sessions is None or _plain_turns(trace))
         and (front_end is None or type(front_end) is FrontEnd)
         and len(replicas) <= MAX_REPLICAS
         and all(
@@ -120,6 +125,13 @@ def covers(
         )
         and (len(replicas) == 1 or _route_code(route) is not None)
     )
+
+
+def _plain_turns(trace: Trace) -> bool:
+    """No turn waits for a row that does not exist, or thinks for less than no time."""
+    assert trace.sessions is not None
+    after, think = trace.sessions.after, trace.sessions.think_ns
+    return bool((after < len(trace)).all() and (think[after >= 0] >= 0).all())
 
 
 def attempt(
@@ -236,7 +248,8 @@ class _World:
         self.heap = zeros((count, n if priority else 0), dtype=np.int32)
         self._blocks()
         self._shared_prefixes()
-        self.arrivals = _int64(trace.arrival_ns)
+        self.arrivals = np.array(trace.arrival_ns, dtype=np.int64)  # turns come when they come
+        self._turns()
         self.prompts, self.answers = _int64(trace.prompt_tokens), _int64(trace.output_tokens)
         self.caps = self.answers if trace.max_tokens is None else _int64(trace.max_tokens)
         some = trace.priority
@@ -310,6 +323,7 @@ class _World:
             "IDS_TOKENS": ids if self.caching else 0,
             "IDS_KEYS": ids // block_size + 2,
             "HASH": size if self.caching else 1,
+            "SESSIONS": trace.sessions is not None,
             "TABLE": -(-config.max_model_len // block_size) + 2,
         }.items():
             cfg[getattr(kernel, f"C_{name}")] = int(value)
@@ -342,6 +356,24 @@ class _World:
         if covered and trace.prefix_ids is not None and trace.prefix_offsets is not None:
             self.offsets = _int64(trace.prefix_offsets)
             self.nodes = np.array(trace.prefix_ids, dtype=np.int64)  # ids, until they are numbered
+
+    def _turns(self) -> None:
+        """Who waits for whom: `followers` of row i from `follower_at[i]` on, in order of rows."""
+        sessions, n = self.trace.sessions, len(self.trace)
+        self.follower_at = self.think = np.zeros(0, dtype=np.int64)
+        self.followers = self.held_back = np.zeros(0, dtype=np.int32)
+        self.thinking = np.zeros((0, 3), dtype=np.int64)
+        if sessions is None:
+            return
+        waits = np.flatnonzero(sessions.after >= 0)
+        before = sessions.after[waits]
+        self.followers = waits[np.argsort(before, kind="stable")].astype(np.int32)
+        counted = np.bincount(before, minlength=n)
+        self.follower_at = np.concatenate([[0], np.cumsum(counted)]).astype(np.int64)
+        self.think = np.full(n, -1, dtype=np.int64)
+        self.think[waits] = sessions.think_ns[waits]
+        self.held_back = np.zeros(len(waits) + 1, dtype=np.int32)
+        self.thinking = np.zeros((len(waits) + 1, 3), dtype=np.int64)
 
     def _route_choices(self) -> None:
         """What a route decides without looking at the replicas: draws, and homes of prefixes."""
@@ -473,7 +505,7 @@ class _World:
         zeros = np.zeros(n, dtype=np.int32)
         columns: dict[str, Any] = {
             "request": np.arange(n, dtype=np.int64),
-            "arrival_ns": self.arrivals.copy(),
+            "arrival_ns": self.arrivals,
             "sent_ns": self.sent,
             "first_scheduled_ns": self.marks[0],
             "first_token_ns": self.marks[1],
