@@ -179,7 +179,6 @@ def replay(
     TRACE is any known format, recognised by content (docs/traces.md). Flags are vLLM's; what is not given
     is resolved as vLLM 0.32 resolves it for this GPU and model, and the report says so.
     """
-    from vsim.commands.numba_start import spare_scipy
     from vsim.sim.bill import bill, mean_replicas
     from vsim.sim.cost import read_prices
     from vsim.sim.deployment import resolve
@@ -193,7 +192,6 @@ def replay(
     from vsim.sim.text import plain
     from vsim.traces.readers import read_trace
 
-    spare_scipy()
     if out is not None:
         check_target(out, overwrite)
     slo = parse_goodput(goodput)
