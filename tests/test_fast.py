@@ -68,18 +68,19 @@ class Fixed:
         return 0.0
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        SchedulerConfig(engine="v0"),
-        SchedulerConfig(kv_groups=(KVGroup(), KVGroup("swa", 128)), enable_prefix_caching=False),
-    ],
-)
-def test_what_the_kernel_does_not_know_goes_step_by_step(config: SchedulerConfig) -> None:
-    run = simulate(tiny(), config, ROOFLINE)
-    assert run.requests["output_tokens"].tolist() == [5, 3]
-    with pytest.raises(UserError, match="compiled kernel"):
-        simulate(tiny(), config, ROOFLINE, engine="fast")
+def test_what_the_kernel_does_not_know_goes_step_by_step() -> None:
+    two_groups = SchedulerConfig(kv_groups=(KVGroup(), KVGroup("swa", 128)))
+    shared = dataclasses.replace(
+        tiny(),
+        prefix_offsets=np.array([0, 1, 2]),
+        prefix_ids=np.array([7, 7]),
+        prefix_block_tokens=16,
+    )
+    for trace, config in ((tiny(), SchedulerConfig(engine="v0")), (shared, two_groups)):
+        run = simulate(trace, config, ROOFLINE)
+        assert run.requests["output_tokens"].tolist() == [5, 3]
+        with pytest.raises(UserError, match="compiled kernel"):
+            simulate(trace, config, ROOFLINE, engine="fast")
 
 
 def test_an_unknown_step_model_goes_step_by_step() -> None:

@@ -43,6 +43,7 @@ from vsim.sim.fast.places import (
     C_DROPS,
     C_FRONTEND_NS,
     C_GATE,
+    C_GROUPS,
     C_HASH,
     C_IDS_KEYS,
     C_IDS_TOKENS,
@@ -117,6 +118,9 @@ from vsim.sim.fast.places import (
     H_TOKEN_NS,
     HOST,
     HOT,
+    K_BLOCK,
+    K_CAP,
+    K_WINDOW,
     M_ALPHA,
     M_BLEND,
     M_BLEND_LENGTHS,
@@ -753,6 +757,69 @@ def free_request(
     hot[slot, H_KEYED] = 0
 
 
+# Several groups, or sliding windows: blocks are counted only (kvcache.py). A row of `grouped` holds, by
+# group, the blocks in a request's table, and those of them that have left the window.
+
+
+@compiled
+def leave_windows(groups: Array, grouped: Array, hot: Array, slot: int, processed: int) -> int:
+    """Give back blocks that no later token sees. Returns how many; `hot` has the request's slots."""
+    count = groups.shape[0]
+    given = 0
+    for g in range(count):
+        window = groups[g, K_WINDOW]
+        if window == 0:
+            continue
+        end = max(0, processed - window + 1) // groups[g, K_BLOCK]
+        end = min(end, grouped[slot, g])
+        gone = end - grouped[slot, count + g]
+        if gone > 0:
+            grouped[slot, count + g] = end
+            hot[slot, H_KV] -= gone * groups[g, K_BLOCK]
+            hot[slot, H_HELD] -= gone
+            given += gone
+    return given
+
+
+@compiled
+def blocks_needed(
+    groups: Array, grouped: Array, slot: int, tokens: int, computed: int, capped: bool
+) -> int:
+    """`KVCache._blocks_needed` without a hit; slot -1: a request that holds nothing."""
+    need = 0
+    for g in range(groups.shape[0]):
+        size, window = groups[g, K_BLOCK], groups[g, K_WINDOW]
+        required = (tokens + size - 1) // size
+        if capped and groups[g, K_CAP] >= 0:
+            required = min(required, groups[g, K_CAP])
+        skipped = 0
+        if window:
+            skipped = max(0, computed - window + 1) // size
+        held = 0 if slot < 0 else grouped[slot, g]
+        need += max(required - max(skipped, held), 0)
+    return need
+
+
+@compiled
+def take_counted(
+    groups: Array, grouped: Array, hot: Array, slot: int, tokens: int, total: int
+) -> int:
+    """Blocks for `tokens` tokens of a request, and slots for `total`. Returns how many blocks."""
+    count = groups.shape[0]
+    taken = 0
+    used = total * count
+    for g in range(count):
+        size = groups[g, K_BLOCK]
+        missing = (tokens + size - 1) // size - grouped[slot, g]
+        if missing > 0:
+            grouped[slot, g] += missing
+            taken += missing
+        used -= grouped[slot, count + g] * size
+    hot[slot, H_HELD] += taken
+    hot[slot, H_KV] = used
+    return taken
+
+
 # --- queues ----------------------------------------------------------------------------------------------
 
 
@@ -1102,6 +1169,8 @@ def schedule(
     scratch: Array,
     ints: Array,
     floats: Array,
+    groups: Array,
+    grouped: Array,
 ) -> int:
     """`SchedulerV1.schedule` and `Recorder.scheduled`; notes the step in the next place of `fly`.
 
@@ -1153,7 +1222,17 @@ def schedule(
         while True:
             within = min(total, max_len)
             held = hot[slot, H_HELD]
-            if within > held * block_size:
+            if cfg[C_GROUPS]:
+                before_tokens = hot[slot, H_KV]
+                flying = hot[slot, H_FLYING]
+                free += leave_windows(groups, grouped, hot, slot, max(0, computed - flying))
+                kv_tokens += hot[slot, H_KV] - before_tokens
+                if blocks_needed(groups, grouped, slot, within, computed, False) <= free:
+                    before_tokens = hot[slot, H_KV]
+                    free -= take_counted(groups, grouped, hot, slot, within, total)
+                    kv_tokens += hot[slot, H_KV] - before_tokens
+                    break
+            elif within > held * block_size:
                 missing = (within + block_size - 1) // block_size - held
                 if missing <= free:
                     if caching:
@@ -1212,8 +1291,9 @@ def schedule(
                 break
         if stop:
             break
-        kv_tokens += total - hot[slot, H_KV]
-        hot[slot, H_KV] = total
+        if not cfg[C_GROUPS]:
+            kv_tokens += total - hot[slot, H_KV]
+            hot[slot, H_KV] = total
         if caching:
             full = min(total, hot[slot, H_KNOWN])
             if full - hot[slot, H_KEYED] * block_size >= block_size:
@@ -1277,11 +1357,16 @@ def schedule(
             if cfg[C_RESERVES]:
                 whole = min(known, max_len)
                 need = max((whole + block_size - 1) // block_size - hits, 0) + idle_hits
+                if cfg[C_GROUPS]:
+                    need = blocks_needed(groups, grouped, -1, whole, 0, True)
                 if need + watermark > free:
                     break
             total = hit_tokens + new
             want = (min(total, max_len) + block_size - 1) // block_size
-            if max(want - hits, 0) + idle_hits + watermark > free:
+            need = max(want - hits, 0) + idle_hits
+            if cfg[C_GROUPS]:
+                need = blocks_needed(groups, grouped, -1, min(total, max_len), 0, False)
+            if need + watermark > free:
                 break
             # Admitted.
             if cfg[C_PRIORITY]:
@@ -1336,10 +1421,16 @@ def schedule(
                 for k in range(hits, want):
                     table[row, k] = take(pool, keys, chains, null, r, hash_size)
             hot[slot, H_KEYED] = hits
-            hot[slot, H_HELD] = max(want, hits)
-            free -= max(want - hits, 0)
-            kv_tokens += total - hot[slot, H_KV]
-            hot[slot, H_KV] = total
+            if cfg[C_GROUPS]:
+                for k in range(grouped.shape[1]):
+                    grouped[slot, k] = 0
+                free -= take_counted(groups, grouped, hot, slot, min(total, max_len), total)
+                kv_tokens += hot[slot, H_KV]
+            else:
+                hot[slot, H_HELD] = max(want, hits)
+                free -= max(want - hits, 0)
+                kv_tokens += total - hot[slot, H_KV]
+                hot[slot, H_KV] = total
             hot[slot, H_COMPUTED] = hit_tokens
             hot[slot, H_RUNS] = 1
             hot[slot, H_GIVEN] = new
@@ -1500,6 +1591,8 @@ def advance(
     think: Array,
     held_back: Array,
     thinking: Array,
+    groups: Array,
+    grouped: Array,
 ) -> bool:
     """Go on with the simulation; False: it is over (no event is left, or `glob[G_ERROR]` says why)."""
     n, num_replicas, depth = cfg[C_REQUESTS], cfg[C_REPLICAS], cfg[C_DEPTH]
@@ -1652,6 +1745,8 @@ def advance(
                         scratch,
                         ints,
                         floats,
+                        groups,
+                        grouped,
                     )
                     if glob[G_ERROR]:
                         return False
@@ -1829,7 +1924,7 @@ def entry(places: Array, dims: Array, task: int) -> bool:
             carray(pointer(places[0]), (dims[0],), np.int64)[C_IDS_TOKENS],
             carray(pointer(places[17]), (dims[68],), np.int64),
             carray(pointer(places[12]), (dims[48],), np.int64),
-            carray(pointer(places[45]), (dims[180], dims[181]), np.int64),
+            carray(pointer(places[47]), (dims[188], dims[189]), np.int64),
         )
         return False
     return advance(
@@ -1878,4 +1973,6 @@ def entry(places: Array, dims: Array, task: int) -> bool:
         carray(pointer(places[42]), (dims[168],), np.int64),
         carray(pointer(places[43]), (dims[172],), np.int32),
         carray(pointer(places[44]), (dims[176], dims[177]), np.int64),
+        carray(pointer(places[45]), (dims[180], dims[181]), np.int64),
+        carray(pointer(places[46]), (dims[184], dims[185]), np.int64),
     )

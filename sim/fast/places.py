@@ -135,7 +135,8 @@ ROW_COLUMNS = 15
     C_LOOKS_UP,
     C_COUNTS_ONLY,
     C_SESSIONS,
-) = range(35)
+    C_GROUPS,  # 0: one group of full attention
+) = range(36)
 
 # Routes
 (ONE_BY_ONE, FEWEST, FEWEST_TOKENS, OF_TWO, BY_PREFIX, BY_KV) = range(6)
@@ -234,3 +235,6 @@ ROOFLINE, TABLES, ENGINE_STEPS = 0, 1, 2
 # Of a KV block: a row of `pool`.
 (B_NEXT, B_BEFORE, B_REFS, B_CHAIN_NEXT, B_CHAIN_BEFORE) = range(5)
 POOL = 5
+
+# Of a KV cache group: a row of `groups`.
+(K_BLOCK, K_WINDOW, K_CAP) = range(3)

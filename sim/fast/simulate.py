@@ -13,12 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from vsim.models.kernel_params import KernelParams, export
-from vsim.sim.config import MAX_BLOCKS, KVGroup
+from vsim.sim.config import MAX_BLOCKS, KVGroup, SchedulerConfig
 from vsim.sim.content import STREAM_TOKENS
 from vsim.sim.fast import places as kernel
 from vsim.sim.fast.compiled import CompileError, entry
 from vsim.sim.fast.gaps import Gaps
 from vsim.sim.front_end import TOO_LONG, FrontEnd
+from vsim.sim.kv_groups import make_groups
 from vsim.sim.router import (
     PowerOfTwo,
     RoundRobin,
@@ -90,6 +91,8 @@ ARRAYS = (
     "think",
     "held_back",
     "thinking",
+    "groups",
+    "grouped",
     "prefix_table",  # of `kernel.entry` alone
 )
 
@@ -108,10 +111,9 @@ def covers(
     return (
         config.engine == "v1"
         and config.kv_offload is None
-        and config.kv_groups == (KVGroup(),)
+        and (_one_group(config) or _no_shared_content(trace) or not config.enable_prefix_caching)
         and config.num_gpu_blocks <= MAX_BLOCKS
         and config.num_cpu_blocks <= MAX_BLOCKS
-        and not config.prefix_cache_retention_interval
         and 0 < len(trace) < 1 << 31
         and trace.prefix_block_tokens < STREAM_TOKENS
         and (trace.sessions is None or _plain_turns(trace))
@@ -125,6 +127,15 @@ def covers(
         )
         and (len(replicas) == 1 or _route_code(route) is not None)
     )
+
+
+def _one_group(config: SchedulerConfig) -> bool:
+    """One group of full attention. Of several, or of a window, the kernel counts blocks, but knows none."""
+    return config.kv_groups == (KVGroup(),)
+
+
+def _no_shared_content(trace: Trace) -> bool:
+    return trace.prefix_ids is None or not len(trace.prefix_ids) or not trace.prefix_block_tokens
 
 
 def _plain_turns(trace: Trace) -> bool:
@@ -170,9 +181,7 @@ def attempt(
     except CompileError:
         return None
     # Without shared content a block is found again only by a request that was preempted.
-    once = config.enable_prefix_caching and (
-        trace.prefix_ids is None or not len(trace.prefix_ids) or not trace.prefix_block_tokens
-    )
+    once = config.enable_prefix_caching and _no_shared_content(trace)
     drawn = route.draws() if isinstance(route, PowerOfTwo) else None
     for counts_only in (True, False) if once else (False,):
         if drawn is not None and isinstance(route, PowerOfTwo):
@@ -181,7 +190,7 @@ def attempt(
             trace, replicas, route, max_concurrency, front_end, max_running, params, counts_only
         )
         run = world.run(on_step)
-        if run is not None or not world.blocks_matter:
+        if run is not None or not world.blocks_matter or not _one_group(config):
             return run
     return None
 
@@ -240,6 +249,15 @@ class _World:
         self.free_rows = np.ascontiguousarray(self.free_rows.reshape(count, max_running))
         self.hot = np.full((0, kernel.HOT), -1, dtype=np.int64)
         self.free_slots = zeros(0, dtype=np.int64)
+        rules = make_groups(config)
+        self.groups = np.array(
+            [
+                (g.block_size, g.window or 0, -1 if g.admission_cap is None else g.admission_cap)
+                for g in rules
+            ],
+            dtype=np.int64,
+        )
+        self.grouped = zeros((0, 0 if _one_group(config) else 2 * len(rules)), dtype=np.int64)
         self._more_slots(most * count)
         self.slot_of = np.full(n, -1, dtype=np.int32)
         self.after = np.full(n, -1, dtype=np.int32)
@@ -323,6 +341,7 @@ class _World:
             "IDS_TOKENS": ids if self.caching else 0,
             "IDS_KEYS": ids // block_size + 2,
             "HASH": size if self.caching else 1,
+            "GROUPS": not _one_group(config),
             "SESSIONS": trace.sessions is not None,
             "TABLE": -(-config.max_model_len // block_size) + 2,
         }.items():
@@ -413,7 +432,9 @@ class _World:
         slots = np.empty(new, dtype=np.int64)
         slots[: new - old] = np.arange(new - 1, old - 1, -1)
         slots[new - old : new - old + free] = self.free_slots[:free]
-        self.hot, self.free_slots = hot, slots
+        grouped = np.zeros((new, self.grouped.shape[1]), dtype=np.int64)
+        grouped[:old] = self.grouped
+        self.hot, self.free_slots, self.grouped = hot, slots, grouped
         self.glob[kernel.G_SLOTS] = new - old + free
 
     def run(self, on_step: Callable[[int, int], None] | None) -> Run | None:
