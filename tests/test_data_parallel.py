@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from fixed_step import Fixed
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vsim.errors import UserError
@@ -75,6 +75,7 @@ def traffic(seed: int, n: int = 60) -> Trace:
     )
 
 
+@settings(max_examples=40)
 @given(seed=st.integers(0, 1 << 20), ranks=st.integers(1, 4), is_async=st.booleans())
 def test_lockstep_on_simpys_clock_is_lockstep_on_the_plain_one(
     seed: int, ranks: int, is_async: bool

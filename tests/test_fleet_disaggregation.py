@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fixed_step import Fixed
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vsim.errors import UserError
@@ -143,6 +143,7 @@ def test_an_idle_decode_engine_holds_nothing() -> None:
     assert told["kv_usage_mean"] * 2 * 199 * 5.17 < 2 * 7 * 0.17
 
 
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 1 << 20),
     link=st.builds(

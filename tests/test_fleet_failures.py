@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fixed_step import Fixed
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vsim.errors import UserError
@@ -170,6 +170,7 @@ def apart(found: list[Outage]) -> tuple[Outage, ...]:
     return tuple(kept)
 
 
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 1 << 20),
     failures=outages,

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fixed_step import Fixed
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vsim.errors import UserError
@@ -81,6 +81,7 @@ def test_tokens_are_paid_for_prompt_first_and_the_answer_at_its_end() -> None:
     assert waiting.requests["routed_ns"][2] == pytest.approx(2.4 * S, abs=1000)
 
 
+@settings(max_examples=40)
 @given(seed=st.integers(0, 1 << 20), rate=st.sampled_from((50.0, 200.0, 1000.0)))
 def test_nobody_gets_more_than_his_rate(seed: int, rate: float) -> None:
     rng = np.random.default_rng(seed)
