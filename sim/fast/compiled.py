@@ -8,14 +8,11 @@ its own has loaded it and repeated a run with it.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import json
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -108,6 +105,8 @@ def _target_machine() -> Any:
 
 
 def _loaded(header: dict[str, Any], code: bytes) -> Entry:
+    import ctypes
+
     import llvmlite.binding as llvm
 
     machine = _target_machine()
@@ -147,6 +146,8 @@ def _loaded(header: dict[str, Any], code: bytes) -> Entry:
 
 def _compile() -> None:
     """Compile with numba and keep the machine code, once another process has proved it."""
+    import tempfile
+
     said = sys.stderr.isatty()
     if said:
         print("Compiling vsim's fast path, once on this machine …", file=sys.stderr, flush=True)
@@ -201,6 +202,8 @@ def _compile() -> None:
 
 def _prove(path: Path) -> None:
     """A process that loads the code and repeats a run with it: if it dies, it dies alone."""
+    import subprocess
+
     done = subprocess.run(
         [sys.executable, "-m", "vsim.sim.fast.warm"],
         env={**os.environ, _PROVING: str(path)},
