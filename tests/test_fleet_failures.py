@@ -97,6 +97,31 @@ def test_a_drained_replica_finishes_what_it_has_and_gets_nothing_new() -> None:
     assert told == [(20, "drain_begins"), (100, "drained"), (320, "drain_ends")]
 
 
+@pytest.mark.parametrize(
+    ("route", "attempts", "lost"),
+    [
+        ("least-requests", 1, 5),
+        ("least-requests", 3, 5),
+        ("round-robin", 1, 3),
+        ("round-robin", 2, 0),
+    ],
+)
+def test_a_failure_nobody_has_noticed_swallows_what_is_sent_there(
+    route: str, attempts: int, lost: int
+) -> None:
+    # One long request keeps the other replica busy; one a 100 ms from 1.05 s on, half a second unnoticed.
+    trace = Trace.of([0.0, 0.0, *(1.05 + 0.1 * i for i in range(8))], [16] * 10, [1, 400, *[1] * 8])
+    spec = FleetSpec(
+        replicas=2,
+        failures=(Outage(0, 1.0, 5.0, noticed_after_s=0.5),),
+        retry=Retry(attempts=attempts),
+    )
+    run = run_of(trace, spec, route=named_route(route))
+    assert (run.requests["status"] == ABORTED).sum() == lost
+    late = run.requests["sent_ns"] > 1500 * MS
+    assert (run.requests["status"][late] == FINISHED).all()
+
+
 def test_a_refused_request_may_try_the_next_replica() -> None:
     one = SchedulerConfig(max_num_seqs=1)
     limits = Admission(max_num_queued_reqs=1)
@@ -156,6 +181,7 @@ outages = st.lists(
         st.integers(0, 2),
         st.floats(0, 2).map(lambda x: round(x, 3)),
         st.none() | st.floats(0.001, 1).map(lambda x: round(x, 3)),
+        st.sampled_from((0.0, 0.2, 5.0)),
     ),
     max_size=4,
 )

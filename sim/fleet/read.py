@@ -52,7 +52,7 @@ def read_fleet(path: str | Path) -> FleetSpec:
         route=_route(top),
         network=_network(top.section("network")),
         admission=_admission(top.section("admission")),
-        failures=_outages(top.sections("failures"), most),
+        failures=_outages(top.sections("failures"), most, may_hide=True),
         drains=_outages(top.sections("drains"), most),
         retry=_retry(top.section("retry")),
         autoscale=autoscale,
@@ -100,7 +100,7 @@ def _admission(section: Section | None) -> Admission:
     return found
 
 
-def _outages(sections: list[Section], replicas: int) -> tuple[Outage, ...]:
+def _outages(sections: list[Section], replicas: int, may_hide: bool = False) -> tuple[Outage, ...]:
     """Failures or drains: of replicas that there are, and not twice at a time."""
     found: list[Outage] = []
     for section in sections:
@@ -110,6 +110,9 @@ def _outages(sections: list[Section], replicas: int) -> tuple[Outage, ...]:
             replica=section.integer("replica", 0),
             at_s=section.number("at_s", 0.0, most=MAX_SECONDS),
             for_s=section.number_or_none("for_s", positive=True),
+            noticed_after_s=section.number("noticed_after_s", 0.0, most=MAX_SECONDS)
+            if may_hide
+            else 0.0,
         )
         section.end()
         if one.replica >= replicas:

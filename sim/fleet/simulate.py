@@ -37,6 +37,7 @@ class Slot:
     process: simpy.Process | None = None
     starting: bool = False
     down: bool = False
+    hidden: bool = False  # down, and the router does not know
     draining: bool = False  # as the fleet file asks
     leaving: bool = False  # one too many: goes once it is empty
     requests: dict[int, None] = field(default_factory=dict)  # sent here and not ended, in order
@@ -243,6 +244,9 @@ class _Fleet:
         if self._all_ended or slot is None:
             return  # nobody is there to fail
         self._fail(slot)
+        if outage.noticed_after_s and not slot.leaving and not slot.starting:
+            slot.hidden = True
+            self.env.process(self._notice(slot, round(outage.noticed_after_s * NS)))
         if slot.leaving:
             self._gone(slot)
             return
@@ -252,16 +256,24 @@ class _Fleet:
         if self._all_ended or slot not in self.slots:
             return
         slot.starting = False
-        slot.engine, slot.down = self._engine(slot.number), False
+        slot.down = slot.hidden = False
         self._start(slot)
         self.recorder.event(int(self.env.now), "replica_up", slot.number)
         self._release()
+
+    def _notice(self, slot: Slot, after_ns: int) -> Generator[simpy.Event, Any, None]:
+        """The router's health check finds out."""
+        engine = slot.engine
+        yield self.env.timeout(after_ns)
+        if slot.engine is engine:
+            slot.hidden = False
 
     def _fail(self, slot: Slot) -> None:
         """The replica is gone, with its KV cache and all that it had under way."""
         if slot.process is not None and slot.process.is_alive:
             slot.process.interrupt()
         slot.down = True
+        slot.engine = self._engine(slot.number)  # what will start there, empty
         victims, slot.requests = list(slot.requests), {}
         self.recorder.event(
             int(self.env.now), "replica_down", slot.number, f"{len(victims)} requests lost"
@@ -462,6 +474,11 @@ class _Fleet:
             self.recorder.prefill_replica[index] = slot.number
         if self.recorder.attempts is not None:
             self.recorder.attempts[index] += 1
+        if slot.hidden:
+            if not self._try_again(index):
+                self.recorder.gave_up(index, says.REPLICA_FAILED, int(self.env.now))
+                self._over(index, at_once=False)
+            return
         refusal = self._refusal(slot, index)
         if refusal is not None:
             if not (self.retry.refused and self._try_again(index)):
@@ -479,7 +496,7 @@ class _Fleet:
         return [
             slot
             for slot in self.slots
-            if slot.takes
+            if (slot.takes or slot.hidden)
             and self._is_entrance(slot)
             and (most is None or slot.engine.in_flight < most)
         ]

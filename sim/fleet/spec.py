@@ -54,11 +54,15 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """Replica `replica` is out from `at_s` on, for `for_s` seconds (None: for good)."""
+    """Replica `replica` is out from `at_s` on, for `for_s` seconds (None: for good).
+
+    A failure may be `noticed_after_s`: until then the router sends it requests, which break off at once.
+    """
 
     replica: int
     at_s: float
     for_s: float | None = None
+    noticed_after_s: float = 0.0
 
     @property
     def end_s(self) -> float:
@@ -216,8 +220,8 @@ class FleetSpec:
                 else "are not tried again"
             )
             said.append(
-                "a replica that fails loses its KV cache and its requests at once (nobody needs time to "
-                f"notice); these {again}"
+                "a replica that fails loses its KV cache and its requests at once, and whoever had sent them "
+                f"knows it then; these {again}"
             )
         if self.disaggregation is not None:
             of = self.disaggregation
