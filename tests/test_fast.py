@@ -20,6 +20,7 @@ from vsim.sim.cluster import ReplicaSpec, simulate_cluster
 from vsim.sim.config import KVGroup, SchedulerConfig
 from vsim.sim.engine import simulate
 from vsim.sim.fast import compiled, dispatch, kernel, places
+from vsim.sim.fast import simulate as fast_simulate
 from vsim.sim.fast.gaps import Gaps
 from vsim.traces.trace import Sessions, Trace
 
@@ -40,6 +41,22 @@ def test_any_deployment_gives_the_same_run_on_both_paths(case: Deployment) -> No
 @pytest.mark.parametrize("index", range(25))
 def test_drawn_deployments_give_the_same_run(index: int) -> None:
     """Fixed draws, so that preemption, prefix hits, stalls and several replicas occur in each test run."""
+    assert difference(deployment(RandomPicker(f"fast/1/{index}"))) is None
+
+
+@pytest.mark.parametrize("index", range(100, 112))
+def test_a_run_in_many_slices_with_arrays_that_grow_is_the_same(
+    index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = fast_simulate._World._advance
+
+    def grown(world: fast_simulate._World, task: int = 0) -> bool:
+        if len(world.hot) < 4000:
+            world._more_slots(1)  # twice as many
+        return whole(world, task)
+
+    monkeypatch.setattr(fast_simulate, "ROWS", 5)
+    monkeypatch.setattr(fast_simulate._World, "_advance", grown)
     assert difference(deployment(RandomPicker(f"fast/1/{index}"))) is None
 
 
@@ -155,10 +172,8 @@ def test_gaps_add_up_whatever_their_order() -> None:
 
 
 def test_the_arrays_are_handed_over_in_the_kernels_order() -> None:
-    from vsim.sim.fast.simulate import ARRAYS
-
     code = kernel.advance.py_func.__code__
-    assert code.co_varnames[: code.co_argcount] == ARRAYS[:-1]
+    assert code.co_varnames[: code.co_argcount] == fast_simulate.ARRAYS[:-1]
 
 
 def test_machine_code_of_another_machine_or_half_a_file_is_not_run(tmp_path: Path) -> None:
@@ -175,8 +190,6 @@ def test_machine_code_of_another_machine_or_half_a_file_is_not_run(tmp_path: Pat
 def test_where_nothing_can_be_compiled_runs_go_step_by_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from vsim.sim.fast import simulate as fast_simulate
-
     def refuse() -> None:
         raise compiled.CompileError("no compiler for this machine")
 
@@ -184,3 +197,21 @@ def test_where_nothing_can_be_compiled_runs_go_step_by_step(
     monkeypatch.setattr("vsim.sim.cluster.worthwhile", lambda *_: True)
     run = simulate(tiny(), SchedulerConfig(), ROOFLINE)
     assert run.requests["output_tokens"].tolist() == [5, 3]
+
+
+def test_a_compiler_that_fails_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def fail() -> None:
+        asked.append(1)
+        raise compiled.CompileError("no compiler for this machine")
+
+    monkeypatch.setattr(compiled, "_code", fail)
+    compiled._entry_or_error.cache_clear()
+    try:
+        for _ in range(3):
+            with pytest.raises(compiled.CompileError):
+                compiled.entry()
+    finally:
+        compiled._entry_or_error.cache_clear()
+    assert len(asked) == 1

@@ -48,9 +48,23 @@ def kept_file() -> Path | None:
     return next((place for place in places if place.is_file()), None)
 
 
-@functools.cache
 def entry() -> Entry:
-    """`kernel.entry`, compiled now if no file serves. Raises CompileError."""
+    """`kernel.entry`, compiled now if no file serves. Raises CompileError, each time if once."""
+    found = _entry_or_error()
+    if isinstance(found, CompileError):
+        raise found
+    return found
+
+
+@functools.cache
+def _entry_or_error() -> Entry | CompileError:
+    try:
+        return _loaded(*_code())
+    except CompileError as error:
+        return error
+
+
+def _code() -> tuple[dict[str, Any], bytes]:
     kept = kept_file()
     code = None if kept is None else _read(kept)
     if code is None:
@@ -61,7 +75,7 @@ def entry() -> Entry:
         code = None if kept is None else _read(kept)
         if code is None:
             raise CompileError("no folder keeps the compiled kernel")
-    return _loaded(*code)
+    return code
 
 
 def _machine() -> dict[str, str]:
