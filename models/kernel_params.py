@@ -24,7 +24,7 @@ from vsim.models.roofline import COMPUTE_EFFICIENCY as COMPUTE
 from vsim.models.roofline import KERNEL_US, SMALL_KERNELS, RooflineStepModel
 from vsim.models.roofline import MEMORY_EFFICIENCY as MEMORY
 from vsim.models.step import StepModel
-from vsim.models.tables import TablesStepModel
+from vsim.models.tables import US, TablesStepModel
 
 ROOFLINE, TABLES, ENGINE_STEPS = 0, 1, 2
 HEADER = 64  # first places of both arrays; each name below is the place of that number
@@ -269,16 +269,27 @@ def _tables(packer: _Packer, model: TablesStepModel, max_tokens: int, max_seqs: 
     _attention(packer, model.attention, max_seqs)
 
 
-def _by_tokens(model: TablesStepModel, max_tokens: int) -> list[float]:
-    """`_token_seconds` of every number of tokens; padded ones share an answer."""
-    known: dict[int, float] = {}
-    seconds = [0.0]
-    for tokens in range(1, max_tokens + 1):
-        padded = model.padded(tokens)
-        if padded not in known:
-            known[padded] = model._token_seconds(padded, padded)
-        seconds.append(known[padded])
-    return seconds
+def _by_tokens(model: TablesStepModel, max_tokens: int) -> npt.NDArray[np.float64]:
+    """`_token_seconds` of every number of tokens as padded; 0 tokens take none. Shape (max_tokens + 1,)."""
+    padded = np.arange(max_tokens + 1, dtype=np.int64)
+    sizes = np.asarray(model.graph_sizes, dtype=np.int64)
+    if len(sizes):
+        captured = padded <= sizes[-1]
+        padded[captured] = sizes[np.searchsorted(sizes, padded[captured])]
+    distinct, which = np.unique(padded[1:], return_inverse=True)
+    if model.experts is not None:
+        seconds = np.array([model._token_seconds(n, n) for n in distinct.tolist()])
+    else:
+        # The same sums in the same order as there, a column at a time.
+        tokens_in = distinct.astype(np.float64)
+        layer = model.per_layer.many(tokens_in)
+        seconds = (model.per_step.many(tokens_in) + model.num_layers * layer) * US
+        if model.tensor_link is not None:
+            reduces = 2 * model.num_layers + 1
+            link = model.tensor_link
+            sent = distinct * model.token_bytes * 2 * (link.ranks - 1) / link.ranks
+            seconds = seconds + reduces * (link.latency_s + sent / link.bytes_per_s)
+    return np.concatenate([[0.0], seconds[which]])
 
 
 def _attention(packer: _Packer, grid: AttentionGrid, max_seqs: int) -> None:

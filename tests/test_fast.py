@@ -7,15 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from deployments import Deployment, deployment, difference
+from deployments import PROFILES, Deployment, deployment, difference
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from workloads import HypothesisPicker, RandomPicker
 
 from vsim.errors import UserError
 from vsim.models import kernel_params
+from vsim.models.load import read_profile
 from vsim.models.roofline import RooflineStepModel
 from vsim.models.step import StepShape
+from vsim.models.table_params import StepContext, build_tables
 from vsim.sim.cluster import ReplicaSpec, simulate_cluster
 from vsim.sim.config import KVGroup, SchedulerConfig
 from vsim.sim.engine import simulate
@@ -71,6 +73,21 @@ def test_the_kernel_reads_a_step_models_numbers_where_they_are_written() -> None
         for constant, name in zip(constants, names[-len(constants) :], strict=True):
             words = constant[2:].lower().replace("reduce_token", "reduce").split("_")
             assert words[0].rstrip("s") in name, (constant, name)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("eager", [False, True])
+def test_exported_seconds_are_the_models_own_answers(profile: str, eager: bool) -> None:
+    params = dict(read_profile(profile)[1].params)
+    for tp in (1, 2):
+        context = StepContext(max_num_seqs=64, enforce_eager=eager)
+        model = build_tables(params | {"tensor_parallel_size": tp}, context)
+        seconds = kernel_params._by_tokens(model, 1500)
+        expected = [
+            model._token_seconds(model.padded(n), model.padded(n)) if n else 0.0
+            for n in range(1501)
+        ]
+        assert seconds.tolist() == expected
 
 
 def tiny() -> Trace:

@@ -40,6 +40,6 @@ class Gaps:
 def _merged(pairs: Int64Array) -> Int64Array:
     if not len(pairs):
         return pairs.copy()
-    pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
+    pairs = pairs[np.argsort(pairs[:, 0])]  # counts of equal values are added: any order does
     starts = np.flatnonzero(np.diff(pairs[:, 0], prepend=pairs[0, 0] - 1))
     return np.column_stack([pairs[starts, 0], np.add.reduceat(pairs[:, 1], starts)])
