@@ -12,6 +12,7 @@ import json
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def others_found() -> list[str]:
 def run_dynamo(
     python: str, trace: Any, blocks: int, concurrency: int | None, same: bool
 ) -> dict[str, Any]:
-    """`trace` (a `vsim` Trace) through dynamo's replay, import included; `same`: all requests are 1024/128."""
+    """`trace` (a `vsim` Trace) through dynamo's replay, start to result; `same`: all requests are 1024/128."""
     engine = {
         "engine": {
             "num_gpu_blocks": blocks,
@@ -81,13 +82,15 @@ def run_dynamo(
             path = Path(folder) / "trace.jsonl"
             _write_mooncake(trace, path)
             asked["trace"] = str(path)
+        began = time.perf_counter()
         done = subprocess.run(
             [python, "-c", _DYNAMO, json.dumps(asked)], capture_output=True, text=True, check=False
         )
+        wall = time.perf_counter() - began
     if done.returncode:
         return {"failed": done.stderr.strip().splitlines()[-1][:200] if done.stderr else "?"}
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return found | {"replay_wall_s": found["wall_s"], "wall_s": wall}
 
 
 def _write_mooncake(trace: Any, path: Path) -> None:
