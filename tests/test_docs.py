@@ -32,11 +32,17 @@ FOREIGN_FLAGS = {
     "--save-detailed": "`vllm bench serve`: the same with per-request lists",
     "--dataset-name": "`vllm bench serve`: takes our timed_trace files",
     "--n": "tests/exact.py: how many random cases",
+    "--quick": "benchmarks/replay_speed.py: a tenth of everything",
+    "--huge": "benchmarks/replay_speed.py: ten million requests too",
+    "--only": "benchmarks/replay_speed.py: some parts",
+    "--page": "benchmarks/replay_speed.py: put the figures onto a page",
+    "--peer-python": "benchmarks/replay_speed.py: interpreter that has another simulator",
     "--all-pairs": "benchmarks/h100_rate_sweep.py: every pair of rates",
     "--part": "benchmarks/h100_rate_sweep.py: a part of the pairs",
 }
 REPOSITORY_SCRIPT_FLAGS = {
     "tests/exact.py": {"--n"},
+    "benchmarks/replay_speed.py": {"--quick", "--huge", "--only", "--page", "--peer-python"},
     "benchmarks/h100_rate_sweep.py": {"--all-pairs", "--part"},
 }
 
