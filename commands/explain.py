@@ -24,6 +24,7 @@ def explain(run: Path, request: int | None, tail: str, by: str, as_json: bool) -
     The parts add up to the latency, exactly: waiting by cause, prefill, decode, decode in steps that carry
     other requests' prompt chunks, time preempted. docs/explain.md says how each is read off the run.
     """
+    from vsim.sim.advice_stored import advice_text, sentences
     from vsim.sim.compare import load_side
     from vsim.sim.explain import (
         explain_request,
@@ -32,6 +33,7 @@ def explain(run: Path, request: int | None, tail: str, by: str, as_json: bool) -
         parse_tail,
         render_explanation,
     )
+    from vsim.sim.run_io import stored_summary
 
     side = load_side(run)
     if side.run is None:
@@ -40,7 +42,14 @@ def explain(run: Path, request: int | None, tail: str, by: str, as_json: bool) -
         found = explain_request(side.run, request)
     else:
         found = explain_tail(side.run, parse_tail(tail), by)
+    summary = stored_summary(run)
+    told = sentences(summary)
     if as_json:
-        click.echo(json.dumps(explanation_data(found), indent=1, sort_keys=True, allow_nan=False))
+        data = explanation_data(found) | ({"advice": summary["advice"]} if told else {})
+        click.echo(json.dumps(data, indent=1, sort_keys=True, allow_nan=False))
     else:
-        click.echo(render_explanation(found), nl=False)
+        click.echo(render_explanation(found, advised=bool(told)), nl=False)
+        if told:
+            click.echo("\n" + advice_text(summary), nl=False)
+        elif side.run.origin == "simulated":
+            click.echo("`vsim replay --advise` with the trace and --out simulates what would help.")

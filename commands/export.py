@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -53,11 +52,12 @@ def export(
     bench: the schema of `vllm bench serve --save-result`. svg: every plot of the report as a file.
     """
     from vsim.sim.compare import load_side
+    from vsim.sim.run_io import stored_summary
 
     side = load_side(run)
     if side.run is None:
         raise UserError(f"{run}: this result carries no requests; save it with --save-detailed")
-    summary = {**side.summary, **_stored_summary(run)}
+    summary = {**side.summary, **stored_summary(run)}
     if form == "svg":
         from vsim.sim.export_svg import render_svgs
 
@@ -93,17 +93,6 @@ def export(
 
     with whole_file(out) as stream:
         stream.writelines(piece.encode() for piece in pieces)
-
-
-def _stored_summary(run: Path) -> dict[str, Any]:
-    """The summary of a run folder as it was asked for: its percentiles and goodput limits."""
-    from vsim.sim.run_io import read_summary
-    from vsim.sim.summary import SCHEMA
-
-    if not run.is_dir():
-        return {}
-    stored = read_summary(run)
-    return stored if stored.get("schema") == SCHEMA else {}
 
 
 def _write_folder(folder: Path, files: dict[str, str]) -> None:

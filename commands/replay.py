@@ -145,6 +145,11 @@ def _percentiles(_: Any, __: Any, text: str) -> tuple[float, ...]:
 )
 @click.option("--overwrite", is_flag=True, help="Replace the run that --out already holds.")
 @click.option("--report/--no-report", default=True, help="Leave report.html out.")
+@click.option(
+    "--advise/--no-advise",
+    default=None,
+    help="Simulate single changes: what binds, what would help (default: with a report).",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print summary.json instead of the table.")
 def replay(
     trace: Path,
@@ -172,6 +177,7 @@ def replay(
     out: Path | None,
     overwrite: bool,
     report: bool,
+    advise: bool | None,
     as_json: bool,
 ) -> None:
     """Replay TRACE through a simulated vLLM: tails, KV cache, throughput, GPU time and cost.
@@ -198,6 +204,10 @@ def replay(
     fleet_spec = None if fleet is None else settled_fleet(fleet, replicas, route)
     if fleet_spec is not None:
         replicas, route = fleet_spec.slots, fleet_spec.route or route
+        if advise and not fleet_spec.is_plain:
+            raise UserError(
+                "--advise is not simulated for a fleet described by --fleet: leave one out"
+            )
     named_route(route)
     price_list = read_prices(prices) if prices is not None else None
     model, gpu = _needed(engine_flags, profile)
@@ -246,6 +256,27 @@ def replay(
 
         summary |= fleet_summary(run)
     summary |= bill(run, summary, price_list, deployment.gpu.name, gpus, replicas)
+    if advise or (advise is None and out is not None and report and fleet_spec is None):
+        from vsim.sim.advice import Setup
+        from vsim.sim.advice import advise as find_advice
+
+        setup = Setup(
+            model,
+            gpu,
+            flags,
+            profile,
+            {
+                "swap_above_tokens": swap_above_tokens,
+                "victim_rule": victim_rule,
+                "num_cpu_blocks": num_cpu_blocks,
+                "pcie_gbps": pcie_gbps,
+            },
+            overlap_swaps,
+            replicas,
+            route,
+        )
+        found = find_advice(requests, setup, load, run)
+        summary |= {} if found is None else {"advice": found.data()}
     if out is not None:
         write_run(run, out, summary, report=report, overwrite=overwrite)
     if as_json:
@@ -254,6 +285,10 @@ def replay(
     for line in _heading(deployment, step_model, requests, replicas, route):
         click.echo(plain(line))
     click.echo(render_table(summary))
+    if "advice" in summary:
+        from vsim.sim.advice_stored import advice_text
+
+        click.echo(advice_text(summary))
     if run.ended_early:
         click.echo(f"The run ended early: {run.ended_early}")
     if run.assumptions:

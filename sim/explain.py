@@ -364,8 +364,8 @@ def _tenant(run: Run, row: int) -> str:
     return run.tenant_names[code] if 0 <= code < len(run.tenant_names) else ""
 
 
-def render_explanation(found: Explanation) -> str:
-    """As plain text in 80 columns."""
+def render_explanation(found: Explanation, advised: bool = False) -> str:
+    """As plain text in 80 columns; `advised`: what helps was simulated and is told elsewhere."""
     tail = len(found.rows) > 1
     lines = [f"Where the time went: {plain(found.title)}", ""]
     head = f"{'':<56}{'ms':>10}{'share':>8}"
@@ -390,7 +390,7 @@ def render_explanation(found: Explanation) -> str:
     if found.burst:
         lines += ["", *(f"Meanwhile {plain(words)}." for words in found.burst)]
     most = found.most
-    if most in KNOBS and found.parts_ns[most] > 0:
+    if most in KNOBS and found.parts_ns[most] > 0 and not advised:
         which = "Largest excess over all requests" if tail else "Largest part"
         advice = (
             f"{which}: {dict(PARTS)[most]}. What is known to help: {KNOBS[most]}. Replay it to see."

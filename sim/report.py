@@ -33,6 +33,8 @@ def render_report(run: Run, summary: Mapping[str, Any]) -> str:
     sections = []
     if notable:
         sections.append(_section("Worth a look", report_tables.anomalies_table(notable)))
+    if tried := report_causes.what_would_help(summary):
+        sections.append(_section("What would help", tried))
     if accounted := report_causes.causes(run):
         sections.append(_section("Where the time went", accounted))
     sections += [

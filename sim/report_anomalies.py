@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vsim.sim import metrics
+from vsim.sim import advice_stored, metrics
 from vsim.sim.explain import dominant_tenant
 from vsim.sim.report_series import grouped_percentiles
 from vsim.sim.report_words import paragraph, shortages
@@ -77,7 +77,10 @@ def anomalies(run: Run, summary: Mapping[str, Any], clock: StepClock) -> list[An
 def story(
     run: Run, summary: Mapping[str, Any], clock: StepClock, notable: Sequence[Anomaly]
 ) -> list[str]:
-    """The first paragraph, with the most telling of the notable stretches: one with a culprit, else a jump."""
+    """The first paragraph, with the most telling of the notable stretches: one with a culprit, else a jump.
+
+    Last comes what would help, where the run was told to find out (`sim.advice`).
+    """
     # `together` puts facts side by side; some begin with who was there.
     named = [a for a in notable if re.search(r"(^|; )(request|tenant) ", a.together)]
     jumps = [a for a in notable if "jumped" in a.what]
@@ -86,7 +89,7 @@ def story(
     if chosen is not None:
         when = f"From {clock_time(chosen.start_s)} to {clock_time(chosen.end_s)}"
         sentences.append(f"{when}: {chosen.what}, together with this: {chosen.together}.")
-    return sentences
+    return [*sentences, *advice_stored.sentences(summary)]
 
 
 def clock_time(seconds: float) -> str:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from vsim.errors import UserError
+from vsim.sim import advice_stored
 from vsim.sim.explain import PARTS, Explanation, explain_tail
 from vsim.sim.report_svg import esc
 from vsim.sim.run import FINISHED, Run
@@ -59,4 +63,22 @@ def _culprits(found: Explanation) -> str:
     )
     return (
         f"<p class=note>Long prompts prefilled while the slowest were in flight: {esc(named)}.</p>"
+    )
+
+
+def what_would_help(summary: Mapping[str, Any]) -> str:
+    """A table of the changes that were simulated, or empty text where none was."""
+    rows = "".join(
+        f"<tr><th scope=row>{esc(words)}</th>"
+        + "".join(f"<td>{'–' if ms is None else _ms(ms * 1e6)}</td>" for ms in values)
+        + "</tr>"
+        for words, values in advice_stored.trials(summary)
+    )
+    if not rows:
+        return ""
+    return (
+        "<div class=scroll><table class=numbers><thead><tr><th>one change, simulated</th>"
+        "<th>E2EL before, ms</th><th>with it</th><th>TTFT before, ms</th><th>with it</th></tr></thead>"
+        f"<tbody>{rows}</tbody></table></div>"
+        "<p class=note>Means of the slowest 5 % of the requests that finished both ways.</p>"
     )

@@ -25,6 +25,7 @@ from vsim.sim.run import (
     Run,
     RunEvent,
 )
+from vsim.sim.summary import SCHEMA as SUMMARY_SCHEMA
 from vsim.sim.summary import summary_json
 from vsim.traces.arrow import to_arrow, to_numpy
 
@@ -170,6 +171,14 @@ def read_summary(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """The stored summary.json. Raises UserError if there is none."""
     path = Path(folder) / SUMMARY_JSON
     return _load_json(path)
+
+
+def stored_summary(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The summary of a run folder as it was asked for, with percentiles, limits, advice; else nothing."""
+    if not Path(folder).is_dir():
+        return {}
+    stored = read_summary(folder)
+    return stored if stored.get("schema") == SUMMARY_SCHEMA else {}
 
 
 def run_json(run: Run) -> str:
