@@ -8,7 +8,7 @@ VLLM_V0 := .venvs/vllm-0.8.5
 N ?= 2000
 SEED ?= 1
 
-.PHONY: demo test lint exact bench clean
+.PHONY: demo test lint exact fuzz bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/vsim replay traces/azure2023_conv.csv --model meta-llama/Llama-3.1-8B-Instruct --gpu a100 --out demo-run --overwrite
@@ -27,6 +27,11 @@ lint: $(VENV)/.dev
 exact: $(VENV)/.dev $(VLLM)/.ready $(VLLM_V0)/.ready
 	$(BIN)/python tests/exact.py --engine v1 --n $(N) --seed $(SEED)
 	$(BIN)/python tests/exact.py --engine v0 --n $(shell expr $(N) / 2) --seed $(SEED)
+
+# Every reader and loader against N damaged inputs; what fails is kept in tests/fuzz/corpus and replayed by `make test`.
+FUZZ := $(if $(filter command line environment,$(origin N)),$(N),100000)
+fuzz: $(VENV)/.dev
+	$(BIN)/python tests/fuzz/run.py --n $(FUZZ)
 
 # How fast: named workloads, growth, the reference path, a sweep, peers. BENCH=--quick for a minute's worth.
 BENCH ?=

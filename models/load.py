@@ -89,7 +89,17 @@ class LoadedStepModel:
         inside = self._domain.decode_steps_inside(shape)
         if inside is not None and inside < steps:
             self._note(self._domain.outside(shape.after_decodes(steps - 1)), steps - inside)
-        return decode_run_seconds(self.model, shape, steps)
+        try:
+            # A NaN compares false: it fails the test with what is negative or endless.
+            seconds = decode_run_seconds(self.model, shape, steps)
+            sound = (seconds >= 0) & (seconds < MAX_STEP_S)
+            if bool(sound.all()):
+                return seconds
+        except _BROKEN as error:
+            raise self._unusable(f"{type(error).__name__} {error}") from error
+        at = int(sound.argmin())
+        tokens = shape.after_decodes(at).num_tokens
+        raise self._unusable(f"a step of {tokens} tokens would take {seconds[at]} s")
 
     def lockstep_seconds(self, shapes: Sequence[StepShape]) -> float:
         """See `LockstepModel`."""
@@ -97,7 +107,14 @@ class LoadedStepModel:
         beyond = {name for shape in shapes for name in self._domain.outside(shape)}
         if beyond:
             self._note(tuple(sorted(beyond)), 1)
-        return lockstep_seconds(self.model, shapes)
+        try:
+            seconds = lockstep_seconds(self.model, shapes)
+            if 0 <= seconds < MAX_STEP_S:
+                return seconds
+        except _BROKEN as error:
+            raise self._unusable(f"{type(error).__name__} {error}") from error
+        tokens = sum(shape.num_tokens for shape in shapes)
+        raise self._unusable(f"a step of {tokens} tokens over all ranks would take {seconds} s")
 
     def _unusable(self, why: str) -> UserError:
         return UserError(f"profile {self.name}: its params can't be used: {why}")

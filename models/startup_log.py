@@ -91,7 +91,8 @@ def startup_lines(
 
 # --- reading a real one ----------------------------------------------------------------------------------
 
-_NUMBER = r"(-?[\d,]*\.?\d+)"
+# Bounded: with any length, a line of thousands of digits would be tried in all its cuts.
+_NUMBER = r"(-?[\d,]{0,24}\.?\d{1,24})"
 
 # Field -> patterns; the first group is the figure. GiB fields are per rank: the poorest rank's is kept.
 _PATTERNS: dict[str, tuple[str, ...]] = {

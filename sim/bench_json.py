@@ -13,8 +13,10 @@ import numpy as np
 from vsim.errors import UserError
 from vsim.sim.run import ABORTED, FINISHED, REQUEST_COLUMNS, STEP_COLUMNS, Run
 from vsim.sim.summary import summary_json
+from vsim.traces.draft import MAX_TOKENS
 
 MAX_BYTES = 2 << 30
+MAX_S = 3e9  # a century: beyond it, and sums of three, ns would leave int64
 DETAIL = ("input_lens", "output_lens", "ttfts", "itls", "start_times")
 
 
@@ -59,24 +61,28 @@ def bench_run(result: Mapping[str, Any], name: str) -> Run | None:
         raise UserError(f"{name}: the per-request lists differ in length")
     try:
         start = _ns(result["start_times"])
-        ttft, output = _ns(result["ttfts"]), np.asarray(result["output_lens"], dtype=np.int64)
+        ttft, output = _ns(result["ttfts"]), _tokens(result["output_lens"])
         gaps = [_ns(own) for own in result["itls"]]
-        prompt = np.asarray(result["input_lens"], dtype=np.int64)
+        prompt = _tokens(result["input_lens"])
+        given, queue = result.get("latencies"), result.get("queue_times")
+        told = _ns(given) if isinstance(given, list) and len(given) == n else None
+        waited = (
+            _ns(queue) if isinstance(queue, list) and len(queue) == n else np.zeros(n, np.int64)
+        )
+        if any(own.sum(dtype=float) > MAX_S * 1e9 for own in gaps):
+            raise ValueError("a request of more than a century")
     except (TypeError, ValueError, OverflowError) as error:
         raise UserError(
-            f"{name}: the per-request lists hold something else than numbers"
+            f"{name}: the per-request lists hold something else than times and token counts"
         ) from error
     sent = start - (start.min() if n else 0)
     failed = (ttft <= 0) | (output < 1)
     latency = ttft + np.array([int(own.sum()) for own in gaps], dtype=np.int64)
-    given = result.get("latencies")
-    if isinstance(given, list) and len(given) == n:
-        latency = np.where(failed, latency, _ns(given))
+    if told is not None:
+        latency = np.where(failed, latency, told)
     good = [own for own, bad in zip(gaps, failed, strict=True) if not bad]
     pooled = np.concatenate([np.empty(0, np.int64), *good])
     values, counts = np.unique(pooled, return_counts=True)
-    queue = result.get("queue_times")
-    waited = _ns(queue) if isinstance(queue, list) and len(queue) == n else np.zeros(n, np.int64)
     columns: dict[str, Any] = {
         "request": np.arange(n),
         "arrival_ns": sent - waited,
@@ -113,9 +119,17 @@ def bench_run(result: Mapping[str, Any], name: str) -> Run | None:
 
 def _ns(seconds: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
     array = np.asarray(seconds, dtype=float)
-    if array.ndim != 1 or not np.isfinite(array).all():
-        raise ValueError("not a list of finite numbers")
+    # NaN and infinity compare false as well.
+    if array.ndim != 1 or not (np.abs(array) <= MAX_S).all():
+        raise ValueError("not a list of times in seconds")
     return np.round(array * 1e9).astype(np.int64)
+
+
+def _tokens(counts: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+    array = np.asarray(counts, dtype=float)
+    if array.ndim != 1 or not ((array >= 0) & (array <= MAX_TOKENS)).all():
+        raise ValueError("not a list of token counts")
+    return array.astype(np.int64)
 
 
 def render_bench(run: Run, summary: Mapping[str, Any]) -> str:

@@ -38,6 +38,8 @@ ITL = "itl.parquet"
 PREEMPTIONS = "preemptions.parquet"  # only where they were recorded
 SPAN_COLUMNS = {"request": "int64", "out_ns": "int64", "back_ns": "int64"}
 REPORT = "report.html"
+# A few kilobytes of Parquet can claim billions of equal rows. A run's rows are numbered and timed: they take bytes.
+MAX_ROWS_BESIDE, MAX_ROWS_PER_BYTE = 1_000_000, 64
 
 
 def write_run(
@@ -315,10 +317,14 @@ def _read_columns(
     optional = optional or {}
     try:
         with path.open("rb") as file:
-            table = pq.ParquetFile(file).read()
+            parquet = pq.ParquetFile(file)
+            rows, size = parquet.metadata.num_rows, path.stat().st_size
+            if rows > MAX_ROWS_BESIDE + MAX_ROWS_PER_BYTE * size:
+                raise UserError(f"{path}: claims {rows} rows in {size} bytes, which no run has")
+            table = parquet.read()
     except FileNotFoundError:
         raise UserError(f"{path} is missing: the run folder is incomplete") from None
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ValueError, MemoryError, pa.ArrowException) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path} cannot be read: {reason}") from error
     columns: dict[str, Column] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from datetime import date
 from decimal import ROUND_HALF_UP, Decimal, InvalidOperation
@@ -25,8 +26,18 @@ class TimeError(ValueError):
     """The text or number is no usable timestamp; `str()` says why."""
 
 
+def as_float(value: int | Decimal) -> float:
+    """`value` to compare with; infinite where a float cannot hold it."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
 def number_to_ns(value: int | Decimal, unit: str) -> int:
     """A number of `unit`s as nanoseconds, rounded half up. Raises TimeError if negative or out of range."""
+    if isinstance(value, int) and abs(value) > MAX_NS:  # thousands of digits cannot even be shown
+        raise TimeError("is out of range (146 years)")
     if value < 0:
         raise TimeError(f"{value} is negative")
     if isinstance(value, int):

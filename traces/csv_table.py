@@ -12,6 +12,7 @@ from vsim.traces.clock import (
     MAX_NS,
     UNIT_NS,
     TimeError,
+    as_float,
     datetime_to_ns,
     looks_like_datetime,
     number_to_ns,
@@ -301,7 +302,7 @@ class _Reader:
             if len(values) >= 10_000 or self.spec.unit is not None:
                 break
         values = [value for value in values if value >= 0]
-        low, high = (float(min(values)), float(max(values))) if values else (0.0, 0.0)
+        low, high = (as_float(min(values)), as_float(max(values))) if values else (0.0, 0.0)
         self.unit = choose_unit(
             self.report,
             documented=self.spec.unit,

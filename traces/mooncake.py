@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from vsim.traces import jsonl
+from vsim.traces.clock import as_float
 from vsim.traces.draft import Draft, choose_unit, times_from_numbers
 from vsim.traces.files import TraceFile
 from vsim.traces.options import Report, RowError
@@ -96,8 +97,8 @@ def _read(file: TraceFile, report: Report, dialect: Dialect) -> Draft:
         else None,  # Mooncake's ms are whole
         whose=dialect.whose,
         integral=integral,
-        low=float(min(timed)),
-        high=float(max(timed)),
+        low=as_float(min(timed)),
+        high=as_float(max(timed)),
         rows=len(timed),
     )
     block = fit_block_tokens(prompt, ids, lines, dialect.hash_block_tokens, report)

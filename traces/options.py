@@ -7,21 +7,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NoReturn
 
-from vsim.errors import UserError
+from vsim.errors import UserError, printable
+
+__all__ = [
+    "OnError",
+    "ReadOptions",
+    "Report",
+    "RowError",
+    "ZeroOutput",
+    "printable",
+]
 
 ZeroOutput = Literal["drop", "prefill-only", "error"]
 OnError = Literal["fail", "skip"]
 
 SHOWN_EXAMPLES = 5
-
-
-def printable(text: str) -> str:
-    """Text from a file, safe on a terminal and in a one-line message: control characters are escaped."""
-    if text.isprintable():
-        return text
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
-    )
 
 
 class RowError(ValueError):

@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 
 from vsim.traces import jsonl
-from vsim.traces.clock import MAX_NS, TimeError, datetime_to_ns, looks_like_datetime, names_zone
+from vsim.traces.clock import (
+    MAX_NS,
+    TimeError,
+    as_float,
+    datetime_to_ns,
+    looks_like_datetime,
+    names_zone,
+)
 from vsim.traces.draft import MAX_TOKENS, Draft, choose_unit, times_from_numbers
 from vsim.traces.files import TraceFile
 from vsim.traces.options import Report, RowError
@@ -240,8 +247,8 @@ def _times(
             documented=unit,
             whose=SCHEMA,
             integral=all(isinstance(value, int) for value in times),
-            low=float(min(times, default=0)),
-            high=float(max(times, default=0)),
+            low=as_float(min(times, default=0)),
+            high=as_float(max(times, default=0)),
             rows=len(times),
         )
     return times_from_numbers(times, lines, unit, report)

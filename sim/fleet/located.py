@@ -165,6 +165,8 @@ class Section:
         return float(value)
 
     def _check(self, key: str, value: float, least: float, most: float, positive: bool) -> None:
+        if isinstance(value, int) and abs(value) > 1 << 62:
+            raise self.fail(key, "is out of range")  # of too many digits to be shown, even
         if positive and not value > 0:
             raise self.fail(key, f"is {value:g} and must be positive")
         if value < least:
