@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "dualtrack",
         "The offline benchmark beside the replay: the derating it needs.",
     ),
+    "cache": ("cache", "cache", "What prefix caching can find in a trace, at best and really."),
     "trace": ("trace", "trace", "Inspect, convert and generate request traces."),
     "validate": ("validate", "validate", "Predict a real vLLM run and print the error."),
     "calibrate": ("calibrate", "calibrate", "Time real vLLM on this device and fit a step model."),

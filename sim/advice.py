@@ -71,7 +71,6 @@ class Change:
     words: str
     flags: Mapping[str, Any]
     replicas: int | None = None
-    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +157,7 @@ class Advice:
         if best is not None:
             said.append(
                 f"Of {_count(len(flags), 'flag change')} simulated one at a time, this helps most: "
-                f"{best.change.words}{_note(best)}: {_from_to(best.before, best.after)}."
+                f"{best.change.words}: {_from_to(best.before, best.after)}."
             )
         else:
             tried = f"{_count(len(flags), 'change')} of one flag simulated"
@@ -401,9 +400,8 @@ def _changes(setup: Setup, run: Run, trace: Trace) -> tuple[list[Change], list[s
         found.append(
             Change(
                 "kv",
-                f"a KV cache 25 % larger (--num-gpu-blocks-override {larger} instead of {blocks})",
+                f"a KV cache 25 % larger (--num-gpu-blocks-override {larger} instead of {blocks}{_how_to_get(deployment)})",
                 {"num_gpu_blocks_override": larger},
-                note=_how_to_get(deployment),
             )
         )
     else:
@@ -464,14 +462,10 @@ def _how_to_get(deployment: Deployment) -> str:
     total = capacity.requested_bytes / deployment.gpu_memory_utilization
     needed = deployment.gpu_memory_utilization + 0.25 * capacity.available_bytes / total
     if needed <= 0.98:
-        return f"--gpu-memory-utilization {math.ceil(needed * 100) / 100:g} gives about that"
+        return f"; --gpu-memory-utilization {math.ceil(needed * 100) / 100:g} gives about that"
     return (
         "this GPU does not hold it: an FP8 KV cache, more tensor parallelism or a larger GPU would"
     )
-
-
-def _note(trial: Trial) -> str:
-    return f" ({trial.change.note})" if trial.change.note else ""
 
 
 def _from_to(before: Tails, after: Tails) -> str:
