@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "SWAP or RECOMPUTE, block sizes and victims on your trace (V0).",
     ),
     "sweep": ("sweep", "sweep", "Many what-ifs of one trace, to one table; resumable."),
+    "plan": ("plan", "plan", "The cheapest deployment that meets your SLOs."),
     "dualtrack": (
         "dualtrack",
         "dualtrack",

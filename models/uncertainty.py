@@ -63,3 +63,22 @@ def draw(model: StepModel, uncertainty: Uncertainty, rng: np.random.Generator) -
         uncertainty.prefill_sd * float(rng.standard_normal()) * per_token
     )
     return CorrectedStepModel(model, Coefficients(**added, scale=max(0.1, scale)))
+
+
+def slowed(model: StepModel, uncertainty: Uncertainty, deviations: float) -> StepModel:
+    """`model` at the slow end of its error: no drawing, so that a search needs one simulation, not many.
+
+    Scale and prefill are independent: both are moved by `deviations` / sqrt(2), the most likely way in which
+    they reach that many standard deviations together.
+    """
+    each = deviations / 2**0.5
+    factor = 1 + each * uncertainty.scale_sd
+    prompt = StepShape(((2048, 0),), 0, 0, 0)
+    prefill_s = each * uncertainty.prefill_sd * model.device_seconds(prompt) / 2048
+    if isinstance(model, CorrectedStepModel):
+        # One correction, not one on another: that is what the compiled path knows.
+        c = model.coefficients
+        terms = {name: getattr(c, name) * factor for name in NAMES}
+        terms["per_prefill_token_s"] += prefill_s
+        return CorrectedStepModel(model.prior, Coefficients(**terms, scale=c.scale * factor))
+    return CorrectedStepModel(model, Coefficients(per_prefill_token_s=prefill_s, scale=factor))

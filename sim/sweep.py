@@ -62,7 +62,7 @@ def sweep(
     """
     asked, workers, table = asked or Asked(), workers or Workers(), Path(out)
     _check_target(table)
-    _check_workers(workers)
+    check_workers(workers)
     if not points:
         raise UserError("nothing to sweep: give --vary or --grid")
     if len(trace) == 0:
@@ -127,7 +127,7 @@ def _results(
         return
     import joblib
 
-    with _backend(workers) as jobs:
+    with joblib_backend(workers) as jobs:
         # One point a task: what is finished reaches the journal at once.
         common: dict[str, Any] = {"n_jobs": jobs, "batch_size": 1}
         each = len(work) // max(joblib.effective_n_jobs(jobs), 1)
@@ -179,7 +179,7 @@ def _worker_deaths() -> tuple[type[BaseException], ...]:
     return (BrokenProcessPool,)
 
 
-def _check_workers(workers: Workers) -> None:
+def check_workers(workers: Workers) -> None:
     """Raises UserError if the backend is unknown, not installed, or told an address it has no use for."""
     name = workers.backend
     if name not in BACKENDS:
@@ -216,7 +216,7 @@ def _unreachable(backend: str, address: str | None, error: Exception) -> UserErr
 
 
 @contextlib.contextmanager
-def _backend(workers: Workers) -> Iterator[int]:
+def joblib_backend(workers: Workers) -> Iterator[int]:
     """joblib told where to work; gives the n_jobs to ask for. Raises UserError if nobody answers there."""
     import joblib
 

@@ -1,0 +1,329 @@
+"""A plan in words and as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vsim import __version__
+from vsim.sim.cost import HOURS_PER_MONTH, Prices
+from vsim.sim.plan.evaluate import Evaluation, Question, serve_line
+from vsim.sim.plan.search import Candidate, Plan, Space
+from vsim.sim.text import number, plain
+from vsim.traces.trace import Trace
+
+SCHEMA = "vsim/plan/1"
+RUNNERS_UP = 5
+
+
+def render(
+    plan: Plan,
+    trace: Trace,
+    space: Space,
+    question: Question,
+    prices: Prices | None,
+    varied: Sequence[str],
+) -> str:
+    """The answer first, then what surrounds it, what was skipped, and what all of it assumes."""
+    lines: list[str] = []
+    if plan.best is None:
+        lines += _nothing(plan, question, varied)
+    else:
+        lines += _answer(plan, space, question, prices, varied)
+        lines += ["", *_frontier(plan, space, question, prices, varied)]
+    lines += ["", *_others(plan, space, question, varied)]
+    whole = plan.simulated + plan.afterwards
+    lines += [
+        "",
+        f"Simulated {plan.simulated:,} requests in the search and {plan.afterwards:,} after it, "
+        f"{whole / len(trace):.1f} times the trace of {len(trace):,}.",
+    ]
+    lines += [
+        "",
+        "Assumptions:",
+        *(f"- {plain(said)}" for said in assumptions(plan, question, prices, space)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _answer(
+    plan: Plan, space: Space, question: Question, prices: Prices | None, varied: Sequence[str]
+) -> list[str]:
+    best = plan.best
+    assert best is not None
+    serving = plan.replicas - space.survive
+    seen = best.seen[serving]
+    spare = f", {space.survive} of which may fail" if space.survive else ""
+    lines = [
+        f"Plan: {_replicas(plan.replicas)}{spare} of {_settings(best, varied)}",
+        f"  {best.looked.gpus * plan.replicas} GPUs, {_cost(best, plan.replicas, prices)}",
+        "",
+        *_slo_lines(question, seen, plan.expected),
+        f"  Binding: {seen.binds}.",
+    ]
+    fewer = best.seen.get(serving - 1)
+    if fewer is not None and not fewer.met:
+        slo = question.slos[fewer.ratios.index(fewer.worst)]
+        value = fewer.values[fewer.ratios.index(fewer.worst)]
+        lines.append(
+            f"  One replica fewer: {slo.text} missed ({slo.told(value)}), {fewer.binds} binds."
+        )
+    if plan.headroom is not None:
+        beyond = "at least " if plan.headroom_beyond else ""
+        lines.append(f"  Headroom: met up to {beyond}{plan.headroom:.2f} times this traffic.")
+    lines += ["", "Each replica:", f"  {serve_line(best.point)}"]
+    route = best.point.get("route") or "round-robin"
+    if plan.replicas > 1:
+        lines.append(f"behind a router that sends by {route}.")
+    return lines
+
+
+def _nothing(plan: Plan, question: Question, varied: Sequence[str]) -> list[str]:
+    lines = ["Nothing in this space meets the objectives."]
+    if plan.nearest is None:
+        return lines
+    candidate, seen = plan.nearest
+    slo = question.slos[seen.ratios.index(seen.worst)]
+    value = seen.values[seen.ratios.index(seen.worst)]
+    return [
+        *lines,
+        f"Nearest miss: {_replicas(seen.replicas)} of {_settings(candidate, varied)}",
+        f"  {slo.text} is {slo.told(value)}"
+        + (f", {seen.worst:.3g} times its limit" if math.isfinite(seen.worst) else "")
+        + f"; {seen.binds} binds.",
+        "",
+        *_slo_lines(question, seen),
+    ]
+
+
+def _slo_lines(
+    question: Question, seen: Evaluation, expected: Evaluation | None = None
+) -> list[str]:
+    likely = expected.values if expected is not None else (None,) * len(seen.values)
+    heads = f"{'at the slow end':>18}" + (f"{'expected':>14}" if expected is not None else "")
+    lines = [f"  {'':<32}{heads}"]
+    for slo, value, ratio, mean in zip(
+        question.slos, seen.values, seen.ratios, likely, strict=True
+    ):
+        word = "met" if ratio <= 1 else "missed"
+        last = f"{slo.told(mean):>14}" if expected is not None else ""
+        lines.append(f"  {word:<8}{slo.text:<24}{slo.told(value):>18}{last}")
+    return lines
+
+
+def _frontier(
+    plan: Plan, space: Space, question: Question, prices: Prices | None, varied: Sequence[str]
+) -> list[str]:
+    """What was simulated and is not beaten in both cost and tail, cheapest first."""
+    lines = ["Cost against tail (nothing simulated is both cheaper and better):"]
+    heads = [slo.text.split("<=")[0].split(">=")[0] for slo in question.slos]
+    lines.append(
+        f"  {_unit(prices):>12}  " + "".join(f"{head:>16}" for head in heads) + "  deployment"
+    )
+    for cost, candidate, seen in frontier(plan, space):
+        values = "".join(
+            f"{slo.told(value):>16}" for slo, value in zip(question.slos, seen.values, strict=True)
+        )
+        mark = "" if seen.met else "  (misses)"
+        size = _replicas(seen.replicas + space.survive)
+        lines.append(
+            f"  {number(float(cost)):>12}  {values}  {size} of {_settings(candidate, varied)}{mark}"
+        )
+    return lines
+
+
+def frontier(plan: Plan, space: Space) -> list[tuple[Any, Candidate, Evaluation]]:
+    """(cost per hour, candidate, evaluation), cheapest first, each better than all before it."""
+    everything = sorted(
+        (
+            (c.cost(n + space.survive), seen.worst, c.number, c, seen)
+            for c in plan.candidates
+            for n, seen in c.seen.items()
+        ),
+        key=lambda found: found[:3],
+    )
+    kept: list[tuple[Any, Candidate, Evaluation]] = []
+    best = math.inf
+    for cost, worst, _, candidate, seen in everything:
+        if worst < best:
+            best = worst
+            kept.append((cost, candidate, seen))
+    return kept
+
+
+def _others(plan: Plan, space: Space, question: Question, varied: Sequence[str]) -> list[str]:
+    lines = []
+    met = (
+        sorted(
+            (c.cost(n + space.survive), c.seen[n].worst, c.number, c, n)
+            for c in plan.candidates
+            if c is not plan.best and (n := c.smallest_met()) is not None
+        )
+        if plan.best is not None
+        else []
+    )
+    if met:
+        lines.append("Runners-up:")
+        for _, worst, _, candidate, n in met[:RUNNERS_UP]:
+            lines.append(
+                f"  {_replicas(n + space.survive)} of {_settings(candidate, varied)}: met at "
+                f"{worst:.0%} of the limit, {candidate.seen[n].binds} binds"
+            )
+    missed = [
+        (min(c.seen.values(), key=lambda seen: seen.worst), c)
+        for c in plan.candidates
+        if c.seen and c.smallest_met() is None
+    ]
+    if missed:
+        lines.append("Simulated and missed:")
+        for seen, candidate in sorted(missed, key=lambda found: (found[0].worst, found[1].number))[
+            :RUNNERS_UP
+        ]:
+            slo = question.slos[seen.ratios.index(seen.worst)]
+            value = seen.values[seen.ratios.index(seen.worst)]
+            lines.append(
+                f"  {_replicas(seen.replicas)} of {_settings(candidate, varied)}: {slo.text} is "
+                f"{slo.told(value)}, {seen.binds} binds"
+            )
+        if len(missed) > RUNNERS_UP:
+            lines.append(f"  and {len(missed) - RUNNERS_UP} more (--json has them)")
+    unseen = [c for c in plan.candidates if not c.seen]
+    if unseen:
+        lines.append("Not simulated:")
+        reasons: dict[str, list[Candidate]] = {}
+        for candidate in unseen:
+            reasons.setdefault(plain(candidate.skipped or "no reason"), []).append(candidate)
+        for reason, those in list(reasons.items())[:10]:
+            which = _settings(those[0], varied) + (
+                f" and {len(those) - 1} more" if len(those) > 1 else ""
+            )
+            lines.append(f"  {which}: {reason}")
+        if len(reasons) > 10:
+            lines.append(f"  and {len(reasons) - 10} more reasons (--json has them)")
+    return lines
+
+
+def assumptions(plan: Plan, question: Question, prices: Prices | None, space: Space) -> list[str]:
+    """What the plan rests on, in sentences."""
+    who = plan.best or (plan.nearest[0] if plan.nearest else plan.candidates[0])
+    sds = sorted({c.looked.sd for c in plan.candidates if not c.looked.refused})
+    shares = " to ".join(dict.fromkeys(f"{sd:.1%}" for sd in (sds[0], sds[-1])))
+    said = [
+        f"every number is at the slow end of a 90 % interval: step times {question.pessimism:g} standard "
+        f"deviations slower (one is {shares} here, docs/plan.md)",
+        "more replicas never make an objective worse; no replica fails"
+        + (f" beyond {space.survive}" if space.survive else ""),
+        f"step times of the plan: {who.looked.label}",
+    ]
+    if prices is None:
+        said.append("no --prices: cost counts GPUs, whatever their kind")
+    else:
+        said.append(prices.told)
+    seen = min(who.seen.items())[1].assumptions if who.seen else ()
+    return [*said, *seen]
+
+
+def plan_data(
+    plan: Plan,
+    trace: Trace,
+    space: Space,
+    question: Question,
+    prices: Prices | None,
+    command: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The whole search as JSON-ready data, schema `vsim/plan/1`."""
+    best = plan.best
+    return {
+        "schema": SCHEMA,
+        "vsim_version": __version__,
+        "asked": dict(command),
+        "trace": {"name": trace.source.name, "format": trace.source.format, "requests": len(trace)},
+        "offered_requests_per_s": plan.offered_rps if math.isfinite(plan.offered_rps) else None,
+        "slos": [slo.text for slo in question.slos],
+        "pessimism": question.pessimism,
+        "currency": None if prices is None else prices.currency,
+        "met": best is not None,
+        "plan": None
+        if best is None
+        else {
+            "candidate": best.number,
+            "replicas": plan.replicas,
+            "gpus": best.looked.gpus * plan.replicas,
+            "cost_per_hour": float(best.cost(plan.replicas)),
+            "cost_per_month": float(best.cost(plan.replicas) * HOURS_PER_MONTH),
+            "serve": serve_line(best.point),
+            "headroom": plan.headroom,
+            "headroom_beyond": plan.headroom_beyond,
+        },
+        "nearest_miss": None
+        if plan.nearest is None
+        else {"candidate": plan.nearest[0].number, "replicas": plan.nearest[1].replicas},
+        "simulated_requests": {"search": plan.simulated, "afterwards": plan.afterwards},
+        "frontier": [
+            {
+                "candidate": c.number,
+                "replicas": seen.replicas + space.survive,
+                "cost_per_hour": float(cost),
+            }
+            for cost, c, seen in frontier(plan, space)
+        ],
+        "candidates": [_candidate_data(c, space) for c in plan.candidates],
+        "assumptions": assumptions(plan, question, prices, space),
+    }
+
+
+def _candidate_data(candidate: Candidate, space: Space) -> dict[str, Any]:
+    look = candidate.looked
+    return {
+        "candidate": candidate.number,
+        "settings": {k: v for k, v in candidate.point.items() if v is not None},
+        "gpus_per_replica": look.gpus or None,
+        "first_look_requests_per_s": look.capacity_rps or None,
+        "skipped": candidate.skipped,
+        "simulated": [
+            {
+                "replicas": n,
+                "cost_per_hour": float(candidate.cost(n + space.survive)),
+                "met": seen.met,
+                "values": list(seen.values),
+                "ratios": [ratio if math.isfinite(ratio) else None for ratio in seen.ratios],
+                "binds": seen.binds,
+                "numbers": dict(seen.numbers),
+            }
+            for n, seen in sorted(candidate.seen.items())
+        ],
+    }
+
+
+def plan_json(data: Mapping[str, Any]) -> str:
+    return json.dumps(data, indent=1, sort_keys=True, allow_nan=False) + "\n"
+
+
+def _settings(candidate: Candidate, varied: Sequence[str]) -> str:
+    point = candidate.point
+    words = [plain(point["gpu"])]
+    for name in varied:
+        if name not in ("gpu", "model"):
+            value = point.get(name)
+            words.append(f"{name} {'default' if value is None else plain(value)}")
+    if "model" in varied:
+        words.insert(0, plain(point["model"]))
+    return ", ".join(words)
+
+
+def _replicas(count: int) -> str:
+    return "1 replica" if count == 1 else f"{count} replicas"
+
+
+def _unit(prices: Prices | None) -> str:
+    return "GPUs" if prices is None else f"{prices.currency}/hour"
+
+
+def _cost(candidate: Candidate, replicas: int, prices: Prices | None) -> str:
+    cost = candidate.cost(replicas)
+    if prices is None:
+        return "cost not known (no --prices)"
+    month = number(float(cost * HOURS_PER_MONTH))
+    return f"{number(float(cost))} {prices.currency} an hour, {month} a month of 730 hours for GPUs"

@@ -1,0 +1,300 @@
+"""`vsim plan`: the cheapest deployment that meets every objective, found with few simulations."""
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vsim.cli import main
+from vsim.errors import UserError
+from vsim.models.correction import Coefficients, CorrectedStepModel
+from vsim.models.load import load_step_model
+from vsim.models.step import StepShape
+from vsim.models.uncertainty import Uncertainty, slowed
+from vsim.sim.plan import search as search_module
+from vsim.sim.plan.evaluate import Evaluation, Probe, Question, engine_of, evaluate, serve_line
+from vsim.sim.plan.render import plan_data, plan_json, render
+from vsim.sim.plan.search import Candidate, Space, look_around, search, smallest
+from vsim.sim.plan.slo import goodput_slo, parse_slo
+from vsim.sim.replay import Load
+from vsim.sim.sweep import Workers
+from vsim.traces.readers import read_trace
+from vsim.traces.trace import Trace
+
+AZURE = Path(__file__).resolve().parent.parent / "traces" / "azure2023_conv.csv"
+MODEL = "meta-llama/Llama-3.1-8B-Instruct"
+PRICES = {"a100": Fraction(20), "h100": Fraction(31)}
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "limit"),
+    [
+        ("ttft_p95<=2s", "p95_ttft_ms", 2000.0),
+        ("tpot_p99.9 <= 100ms", "p99.9_tpot_ms", 100.0),
+        ("e2e_mean<=1min", "mean_e2el_ms", 60_000.0),
+        ("itl_median<=500us", "median_itl_ms", 0.5),
+        ("output_throughput>=1000", "output_throughput", 1000.0),
+        ("error_rate<=5%", "error_rate", 0.05),
+    ],
+)
+def test_objectives_are_written_as_people_say_them(text: str, key: str, limit: float) -> None:
+    slo = parse_slo(text)
+    assert (slo.key, slo.limit) == (key, pytest.approx(limit))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["ttft_p95<2s", "ttft_p95<=2", "ttft_p95>=2s", "ttft_p0<=1s", "ttft<=1s", "speed_p95<=1s",
+     "output_throughput<=3", "error_rate<=120%", "ttft_p95<=1e999s", "ttft_p95<=-1s", ""],
+)  # fmt: skip
+def test_what_is_no_objective_is_one_sentence(text: str) -> None:
+    with pytest.raises(UserError, match="--slo"):
+        parse_slo(text)
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_an_objective_or_one_sentence(text: str) -> None:
+    try:
+        assert math.isfinite(parse_slo(text).limit)
+    except UserError as error:
+        assert "\n" not in str(error)
+
+
+def test_goodput_takes_the_tightest_limit_of_each_latency() -> None:
+    slo, limits = goodput_slo(0.99, [parse_slo("ttft_p95<=2s"), parse_slo("ttft_p50<=1s")])
+    assert limits == {"ttft": 1000.0}
+    assert slo.ratio({"goodput_fraction": 0.99}) == 1.0
+    assert slo.ratio({"goodput_fraction": 0.5}) > 1
+
+
+def test_the_slow_end_is_slower_and_stays_one_correction() -> None:
+    model = load_step_model("rtx4090-llama-3.1-8b").model
+    sd = Uncertainty(0.03, 0.03)
+    corrected = CorrectedStepModel(model, Coefficients(per_step_s=1e-3, scale=1.1))
+    for step in (StepShape(((512, 0),), 0, 0, 0), StepShape((), 8, 4000, 600)):
+        for base in (model, corrected):
+            slow = slowed(base, sd, 1.645)
+            assert isinstance(slow, CorrectedStepModel)
+            assert not isinstance(slow.prior, CorrectedStepModel)
+            ratio = slow.device_seconds(step) / base.device_seconds(step)
+            assert 1.03 < ratio < 1.09
+
+
+# --- the search, with a made-up world in place of simulations -----------------------------------------
+
+
+class World:
+    """Each candidate needs so many replicas; a simulation only compares. It counts what it is asked."""
+
+    def __init__(self, needs: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.needs = needs
+        self.asked: list[tuple[str, int]] = []
+        monkeypatch.setattr(search_module, "probe", self.probe)
+        monkeypatch.setattr(search_module, "evaluate", self.evaluate)
+
+    def probe(self, trace: Trace, point: dict[str, str], question: Question) -> Probe:
+        return Probe(gpus=1, capacity_rps=10.0 / self.needs[point["gpu"]])
+
+    def evaluate(
+        self, trace: Trace, point: dict[str, str], replicas: int, question: Question
+    ) -> Evaluation:
+        self.asked.append((point["gpu"], replicas))
+        ratio = self.needs[point["gpu"]] / replicas
+        return Evaluation(replicas, (ratio,), (ratio,), "compute", {}, 1)
+
+
+TEN_A_SECOND = Trace.of([i / 10 for i in range(101)], [8] * 101, [2] * 101)
+QUESTION = Question((parse_slo("ttft_p95<=1s"),), {}, Load())
+
+
+@given(
+    needs=st.lists(st.integers(1, 70), min_size=1, max_size=8),
+    prices=st.lists(st.integers(1, 30), min_size=8, max_size=8),
+    survive=st.integers(0, 2),
+)
+def test_the_search_finds_what_trying_everything_finds(
+    needs: list[int], prices: list[int], survive: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        world = World({f"g{i}": n for i, n in enumerate(needs)}, patch)
+        cost = {f"g{i}": Fraction(price) for i, price in enumerate(prices)}
+        space = Space([{"gpu": gpu} for gpu in world.needs], cost.__getitem__, 64, survive)
+        plan = search(TEN_A_SECOND, space, QUESTION, Workers())
+        best = min(
+            (
+                (cost[gpu] * (n + survive), world.needs[gpu] / n, number, n + survive)
+                for number, gpu in enumerate(world.needs)
+                for n in range(1, 65 - survive)
+                if n >= world.needs[gpu]
+            ),
+            default=None,
+        )
+        if best is None:
+            assert plan.best is None
+        else:
+            assert plan.best is not None
+            assert (plan.best.cost(plan.replicas), plan.best.number, plan.replicas) == (
+                best[0],
+                best[2],
+                best[3],
+            )
+        assert len(world.asked) == len(set(world.asked)), "nothing is simulated twice"
+
+
+def test_a_rival_that_cannot_be_as_cheap_costs_one_simulation_or_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World({"good": 4, "slow": 9, "dear": 1}, monkeypatch)
+    cost = {"good": Fraction(1), "slow": Fraction(1), "dear": Fraction(5)}
+    space = Space([{"gpu": gpu} for gpu in world.needs], cost.__getitem__)
+    plan = search(TEN_A_SECOND, space, QUESTION, Workers())
+    assert plan.best is not None and plan.best.point["gpu"] == "good"
+    assert [gpu for gpu, _ in world.asked].count("slow") <= 1
+    assert "dear" not in [gpu for gpu, _ in world.asked]
+    assert [c.skipped for c in plan.candidates if c.point["gpu"] == "dear"] == [
+        "dearer than the plan with 1 already"
+    ]
+
+
+@given(need=st.integers(1, 64), guess=st.integers(1, 64))
+def test_the_smallest_number_is_found_from_any_guess(need: int, guess: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        World({"g": need}, patch)
+        candidate = Candidate(0, {"gpu": "g"}, Fraction(1), Probe(gpus=1))
+        assert smallest(TEN_A_SECOND, candidate, QUESTION, guess, 64) == need
+        assert len(candidate.seen) <= 14
+
+
+# --- for real -------------------------------------------------------------------------------------------
+
+
+def azure(requests: int) -> Trace:
+    return read_trace(AZURE, limit=requests)
+
+
+def test_plan_agrees_with_the_exhaustive_sweep_on_azure() -> None:
+    trace = azure(600)
+    slos = tuple(map(parse_slo, ("ttft_p95<=500ms", "tpot_p95<=30ms", "error_rate<=0")))
+    question = Question(slos, {}, Load(time_scale=1 / 4))
+    points = [
+        {"model": MODEL, "gpu": gpu, "max_num_batched_tokens": budget}
+        for gpu in PRICES
+        for budget in (2048, 8192)
+    ]
+    space = Space(points, PRICES.__getitem__, 6)
+    plan = search(trace, space, question, Workers())
+    assert plan.best is not None
+    everything = []
+    for number, point in enumerate(points):
+        for replicas in range(1, 7):
+            seen = evaluate(trace, point, replicas, question)
+            if seen.met:
+                cost = PRICES[point["gpu"]] * engine_of(point)[0].gpus * replicas
+                everything.append((cost, seen.worst, number, replicas))
+    assert (plan.best.number, plan.replicas) == min(everything)[2:]
+
+
+def test_an_impossible_objective_names_the_nearest_miss() -> None:
+    trace = azure(100)
+    question = Question((parse_slo("tpot_p95<=1us"),), {}, Load())
+    space = Space([{"model": MODEL, "gpu": "a100"}], None, 4)
+    plan = search(trace, space, question, Workers())
+    assert plan.best is None and plan.nearest is not None
+    said = render(plan, trace, space, question, None, ["gpu"])
+    assert said.startswith("Nothing in this space meets the objectives.")
+    assert "Nearest miss: " in said and "compute binds" in said
+    json.loads(plan_json(plan_data(plan, trace, space, question, None, {})))
+
+
+def test_what_is_planned_to_survive_is_paid_for() -> None:
+    trace = azure(200)
+    question = Question((parse_slo("ttft_p95<=1s"),), {}, Load())
+    points = [{"model": MODEL, "gpu": "h100"}]
+    alone = search(trace, Space(points, None, 8), question, Workers())
+    spare = search(trace, Space(points, None, 8, survive=1), question, Workers())
+    assert spare.replicas == alone.replicas + 1
+
+
+def test_headroom_is_traffic_that_is_still_served() -> None:
+    trace = azure(300)
+    question = Question((parse_slo("ttft_p95<=1s"),), {}, Load(time_scale=1 / 4))
+    space = Space([{"model": MODEL, "gpu": "a100"}], None, 8)
+    plan = search(trace, space, question, Workers())
+    look_around(trace, plan, space, question, Workers())
+    assert plan.best is not None and plan.headroom is not None and plan.headroom >= 1
+    more = dataclasses.replace(question, load=Load(time_scale=1 / 4 / plan.headroom))
+    assert evaluate(trace, plan.best.point, plan.replicas, more).met
+    assert plan.expected is not None and plan.expected.worst <= plan.best.seen[plan.replicas].worst
+
+
+def test_the_serve_line_holds_the_flags_that_were_chosen() -> None:
+    line = serve_line(
+        {"model": "a/b", "gpu": "h100", "tensor_parallel_size": 2, "enable_prefix_caching": False,
+         "route": "least-requests", "block_size": None}
+    )  # fmt: skip
+    assert line == "vllm serve a/b --tensor-parallel-size 2 --no-enable-prefix-caching"
+
+
+Vsim = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Vsim:
+    """(exit code, standard output, standard error) of `vsim plan` on the Azure trace."""
+
+    def called(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["vsim", "plan", str(AZURE), *arguments])
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return called
+
+
+COMMON = ["--model", MODEL, "--gpu", "a100,h100", "--slo", "ttft_p95<=500ms", "--limit", "200"]
+
+
+def test_the_same_plan_from_one_process_and_from_two(run: Vsim, tmp_path: Path) -> None:
+    one, two = tmp_path / "1.json", tmp_path / "2.json"
+    assert run(*COMMON, "--json", str(one))[0] == 0
+    assert run(*COMMON, "--json", str(two), "--jobs", "2")[0] == 0
+    assert one.read_bytes() == two.read_bytes()
+    assert json.loads(one.read_text())["schema"] == "vsim/plan/1"
+
+
+def test_the_same_plan_from_a_dask_cluster(run: Vsim, tmp_path: Path) -> None:
+    distributed = pytest.importorskip("distributed")
+    here, there = tmp_path / "1.json", tmp_path / "2.json"
+    assert run(*COMMON, "--json", str(here))[0] == 0
+    with distributed.LocalCluster(
+        n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None
+    ) as cluster:
+        dask = ["--backend", "dask", "--address", cluster.scheduler_address]
+        assert run(*COMMON, "--json", str(there), *dask)[0] == 0
+    assert here.read_bytes() == there.read_bytes()
+
+
+def test_exit_codes(run: Vsim) -> None:
+    base = ["--model", MODEL, "--gpu", "a100", "--limit", "50"]
+    assert run(*base, "--slo", "ttft_p95<=10s")[0] == 0
+    assert run(*base, "--slo", "ttft_p95<=1us")[0] == 1
+    for wrong in (
+        base,
+        [*base, "--slo", "ttft_p95<=1s", "--slo", "ttft_p95<=2s"],
+        [*base, "--slo", "ttft_p95<=1s", "--traffic", "0x"],
+        [*base, "--slo", "ttft_p95<=1s", "--vary", "replicas=1,2"],
+        ["--model", MODEL, "--slo", "ttft_p95<=1s"],
+    ):
+        code, out, err = run(*wrong)
+        assert code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1
