@@ -10,17 +10,17 @@ import click
 
 from vsim.errors import UserError
 
-FORMATS = ("report", "openmetrics", "perfetto", "markdown", "bench", "svg")
+FORMATS = ("report", "openmetrics", "perfetto", "markdown", "bench", "svg", "png")
 
 
 @click.command(short_help="Write a run for Prometheus, Perfetto, a pull request, or bench tools.")
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--format", "form", type=click.Choice(FORMATS), required=True)
+@click.option("--format", "form", type=click.Choice(FORMATS), help="What to write.")
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Instead of standard output; for svg a folder, and required.",
+    help="Instead of standard output; for svg and png a folder, and required.",
 )
 @click.option(
     "--interval", type=float, metavar="S", help="openmetrics: simulated time between samples."
@@ -38,7 +38,7 @@ FORMATS = ("report", "openmetrics", "perfetto", "markdown", "bench", "svg")
 @click.option("--to", "end", type=float, help="perfetto: up to this simulated second.")
 def export(
     run: Path,
-    form: str,
+    form: str | None,
     out: Path | None,
     interval: float | None,
     start_time: float,
@@ -49,8 +49,10 @@ def export(
 
     report: the page report.html. openmetrics: vLLM's own metric names with timestamps; `promtool tsdb create-blocks-from openmetrics`
     takes it. perfetto: Chrome trace JSON for ui.perfetto.dev. markdown: a summary for a pull request.
-    bench: the schema of `vllm bench serve --save-result`. svg: every plot of the report as a file.
+    bench: the schema of `vllm bench serve --save-result`. svg, png: every plot of the report as a file (png needs Pillow).
     """
+    if form is None:
+        raise UserError(f"--format is missing: one of {', '.join(FORMATS)}")
     from vsim.sim.compare import load_side
     from vsim.sim.run_io import stored_summary
 
@@ -58,12 +60,18 @@ def export(
     if side.run is None:
         raise UserError(f"{run}: this result carries no requests; save it with --save-detailed")
     summary = {**side.summary, **stored_summary(run)}
-    if form == "svg":
-        from vsim.sim.export_svg import render_svgs
-
+    if form in ("svg", "png"):
         if out is None:
-            raise UserError("--format svg writes several files: give a folder with --out")
-        _write_folder(out, render_svgs(side.run, summary))
+            raise UserError(f"--format {form} writes several files: give a folder with --out")
+        if form == "png":
+            from vsim.sim.export_png import render_pngs
+
+            _write_folder(out, form, render_pngs(side.run, summary))
+        else:
+            from vsim.sim.export_svg import render_svgs
+
+            svgs = render_svgs(side.run, summary)
+            _write_folder(out, form, {name: text.encode() for name, text in svgs.items()})
         return
     pieces: Iterable[str]
     if form == "openmetrics":
@@ -95,10 +103,10 @@ def export(
         stream.writelines(piece.encode() for piece in pieces)
 
 
-def _write_folder(folder: Path, files: dict[str, str]) -> None:
+def _write_folder(folder: Path, ending: str, files: dict[str, bytes]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            (folder / f"{name}.svg").write_text(text, encoding="utf-8")
+        for name, content in files.items():
+            (folder / f"{name}.{ending}").write_bytes(content)
     except OSError as error:
         raise UserError(f"cannot write {folder}: {error.strerror or error}") from error

@@ -39,6 +39,8 @@ def render_markdown(run: Run, summary: Mapping[str, Any]) -> str:
     told = story(run, summary, clock, anomalies(run, summary, clock))
     words = " ".join(md(sentence) for sentence in told)
     lines = [f"### {kind}{': ' + title if title else ''}", "", words, ""]
+    if label := _step_model(run):
+        lines += [f"Step time: {md(label)}", ""]
     lines += _latency_table(summary)
     bill = bill_rows(summary) if "gpu_hours" in summary else []
     lines += ["", "| | |", "|---|---:|"]
@@ -54,6 +56,13 @@ def render_markdown(run: Run, summary: Mapping[str, Any]) -> str:
         lines += [f"| {md(n)} | {md(v)} | {md(o)} |" for n, v, o in settings]
         lines += ["", "</details>"]
     return "\n".join(lines) + "\n"
+
+
+def _step_model(run: Run) -> str:
+    """Which model the step times came from, as `vsim replay` says it; a measured run has none."""
+    says = run.provenance.get("step_model")
+    label = says.get("label") if isinstance(says, Mapping) else None
+    return label if isinstance(label, str) else ""
 
 
 def _latency_table(s: Mapping[str, Any]) -> list[str]:

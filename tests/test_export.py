@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import xml.etree.ElementTree as ET
@@ -13,12 +14,14 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from vsim.commands.export import FORMATS
 from vsim.commands.export import export as command
 from vsim.errors import UserError
 from vsim.sim.export_markdown import md, render_markdown
 from vsim.sim.export_openmetrics import render_openmetrics
 from vsim.sim.export_perfetto import render_perfetto
-from vsim.sim.export_svg import render_svgs
+from vsim.sim.export_png import COLORS, polylines, render_pngs
+from vsim.sim.export_svg import HIGH, WIDE, render_svgs
 from vsim.sim.run import Run
 from vsim.sim.run_io import write_run
 from vsim.sim.summary import summarize
@@ -193,7 +196,81 @@ def test_perfetto_escapes_and_empty_runs_load() -> None:
     assert events(make_run())
 
 
-# Markdown, SVG, the command
+def keeps_the_rules(event: dict[str, Any]) -> None:
+    """What the Trace Event Format document asks of each phase that is used here."""
+    number = (int, float)
+    needed = {
+        "M": {"name", "pid", "args"},
+        "X": {"name", "cat", "pid", "tid", "ts", "dur", "args"},
+        "C": {"name", "pid", "ts", "args"},
+        "i": {"name", "pid", "tid", "ts", "s", "args"},
+        "b": {"name", "cat", "pid", "tid", "ts", "id"},
+        "e": {"name", "cat", "pid", "tid", "ts", "id"},
+    }[event["ph"]]
+    assert needed <= set(event) <= needed | {"ph", "args"}
+    assert isinstance(event["name"], str) and event["name"]
+    for key in ("pid", "tid", "id"):
+        assert type(event.get(key, 0)) is int and event.get(key, 0) >= 0
+    assert isinstance(event.get("ts", 0), number) and event.get("ts", 0) >= 0
+    assert isinstance(event.get("dur", 0), number) and event.get("dur", 0) >= 0
+    if event["ph"] == "M":
+        assert event["name"] in ("process_name", "thread_name") and list(event["args"]) == ["name"]
+    if event["ph"] == "C":
+        assert event["args"] and all(isinstance(v, number) for v in event["args"].values())
+    if event["ph"] == "i":
+        assert event["s"] in ("g", "p", "t")
+
+
+def test_perfetto_events_keep_the_formats_rules() -> None:
+    for run in (random_run(100, 300), evil_run(), make_run()):
+        told = events(run)
+        for event in told:
+            keeps_the_rules(event)
+        # Counters of one name keep their series, or a viewer drops some.
+        series: dict[str, set[tuple[str, ...]]] = defaultdict(set)
+        for event in told:
+            if event["ph"] == "C":
+                series[event["name"]].add(tuple(event["args"]))
+        assert all(len(kinds) == 1 for kinds in series.values())
+
+
+# Markdown, SVG, PNG, the command
+
+
+def test_markdown_names_the_step_model() -> None:
+    label = "roofline, not measured"
+    run = random_run(50, 100, provenance={"step_model": {"label": label}})
+    assert f"Step time: {label}" in render_markdown(run, summarize(run)).splitlines()
+    assert "Step time" not in render_markdown(random_run(50, 100), summarize(random_run(50, 100)))
+
+
+def test_every_svg_has_a_png_that_draws_the_same() -> None:
+    image = pytest.importorskip("PIL.Image")
+    run = evil_run()
+    svgs, pngs = render_svgs(run, summarize(run)), render_pngs(run, summarize(run))
+    assert set(pngs) == set(svgs)
+    for name, content in pngs.items():
+        picture = image.open(io.BytesIO(content))
+        assert picture.size == (2 * WIDE, 2 * HIGH)
+        shown = np.asarray(picture.convert("RGB")).reshape(-1, 3).astype(int)
+        drawn = {c for c in COLORS if f'class="line {c}"' in svgs[name]}
+        near = {c for c in drawn if (np.abs(shown - COLORS[c]).max(axis=1) < 24).any()}
+        assert drawn and near == drawn, name
+
+
+def test_the_strokes_of_a_path_are_those_an_svg_viewer_draws() -> None:
+    assert list(polylines("M0 1L2 3H5V6h-1ZM7 8 9 10Z")) == [
+        [(0, 1), (2, 3), (5, 3), (5, 6), (4, 6), (0, 1)],
+        [(7, 8), (9, 10), (7, 8)],
+    ]
+
+
+def test_without_a_format_the_formats_are_listed(tmp_path: Path) -> None:
+    write_run(random_run(10, 10), tmp_path / "run", summarize(random_run(10, 10)), report=False)
+    bad = CliRunner().invoke(command, [str(tmp_path / "run")])
+    assert isinstance(bad.exception, UserError)
+    assert str(bad.exception) == f"--format is missing: one of {', '.join(FORMATS)}"
+    assert CliRunner().invoke(command, [str(tmp_path / "run"), "--format", "png"]).exit_code == 1
 
 
 def test_markdown_renders_foreign_strings_as_words() -> None:
