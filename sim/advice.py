@@ -8,7 +8,6 @@ carries the two figures.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ MOST_TOKENS = 1_000_000  # output tokens of one replay
 STEPWISE = 8  # a replay without compiled code has so many times fewer of both
 TAIL = 0.05  # the slowest share of requests, whose mean is what a change must shorten
 HELPS = 0.10  # a flag that shortens the tail by less is not worth naming
+LIMITS = 0.03  # a larger KV cache that helps by less is no limit
 BLAMED = 0.20  # others' tail must shrink by so much without a suspect
 WAITS = 0.10  # share of the tail's time below which nothing is queued for
 FEWEST = 20  # finished requests below which a tail means nothing
@@ -166,7 +166,7 @@ class Advice:
                 if flags
                 else "No flag's limit was reached: no change of a flag was worth simulating."
             )
-        said += [_found(t) for t in self.trials if t is not best and _finds_more(t)]
+        said += [_also(t) for t in self.trials if t is not best and _limits(t)]
         said += [f"Next best: {t.change.words}: {_from_to(t.before, t.after)}." for t in self.next]
         for trial in self.trials:
             if trial.change.replicas is not None and trial.gain >= HELPS:
@@ -233,16 +233,15 @@ def advise(trace: Trace, setup: Setup, load: Load, run: Run | None = None) -> Ad
     began_ns = int(sent.arrival_ns[rows[0]] - sent.arrival_ns[0])
     verdicts: list[Verdict] = []
     for suspect in suspects(base):
+        together = suspect.kind == "prompt" and suspect.count > 1
+        if together and any(v.guilty for v in verdicts):
+            continue  # named one by one already
         others = np.ones(len(sent_part), dtype=bool)
         others[suspect.rows] = False
-        alone = work.replay(select(sent_part, np.flatnonzero(others), ""))
         kept = np.flatnonzero(others)
-        verdict = Verdict(suspect, *_pair(base, alone, kept))
-        # The first that is proved of a kind stands for it: the next are parts or unions of it.
-        if not any(v.guilty and v.suspect.kind == suspect.kind for v in verdicts):
-            verdicts.append(
-                dataclasses.replace(verdict, suspect=suspect.shifted(int(rows[0]), began_ns / 1e9))
-            )
+        alone = work.replay(select(sent_part, kept, ""))
+        moved = suspect.shifted(int(rows[0]), began_ns / 1e9)
+        verdicts.append(Verdict(moved, *_pair(base, alone, kept)))
     trials: list[Trial] = []
     changes, untried = _changes(setup, base, sent_part)
     everyone = np.arange(len(sent_part))
@@ -482,11 +481,21 @@ def _finds_more(trial: Trial) -> bool:
     return trial.change.replicas is None and trial.after.hits - trial.before.hits >= HITS
 
 
-def _found(trial: Trial) -> str:
-    return (
-        f"With {trial.change.words} {percent(trial.after.hits, 0)} of prompt tokens come from the prefix cache "
-        f"instead of {percent(trial.before.hits, 0)}."
-    )
+def _limits(trial: Trial) -> bool:
+    """Is what was changed a limit, though not the one whose change helps most?
+
+    A larger KV cache that nobody needs changes nothing at all, so a small gain is no accident; a gain of
+    the budget's may be one.
+    """
+    if trial.change.kind == "kv" and HELPS > trial.gain >= LIMITS:
+        return True
+    return _finds_more(trial) and trial.gain > -LIMITS
+
+
+def _also(trial: Trial) -> str:
+    what = {"kv": "The KV cache size is a limit too", "block": "The block size is a limit too"}
+    said = what.get(trial.change.kind, "This finds more in the prefix cache")
+    return f"{said}: with {trial.change.words} {_from_to(trial.before, trial.after)}."
 
 
 def _too_much_or_little(best: Trial | None) -> list[str]:

@@ -15,6 +15,7 @@ from vsim.traces.trace import Int64Array
 GIANT = 8.0  # times the median of computed prompt tokens
 GIANT_TOKENS = 2048  # and at least so many: below, one step takes it
 MOST_GIANTS = 0.01  # of all requests; more than that are the load itself
+EACH = 3  # giants that are suspected each on its own, before all together
 WINDOWS = 50  # of equal length over the trace's span, in which tenants are counted
 BURST = 2.0  # times a tenant's own mean count
 SIGMAS = 6.0  # and so many standard deviations of a Poisson count above it
@@ -62,7 +63,7 @@ class Suspect:
 
 
 def suspects(run: Run) -> list[Suspect]:
-    """The largest prompt, all giant prompts together, the burst of each tenant that has one.
+    """The largest prompts one by one, all giant ones together, the burst of each tenant that has one.
 
     By size and count only; whether anyone suffered is for a replay without them to say.
     """
@@ -84,7 +85,7 @@ def _prompts(run: Run) -> list[Suspect]:
         if not len(giant) or len(giant) > max(1, MOST_GIANTS * len(tokens)):
             return []
     giant = giant[np.lexsort((giant, -tokens[giant]))]
-    sets = [giant[:1], *([giant] if len(giant) > 1 else [])]
+    sets = [*np.split(giant[:EACH], len(giant[:EACH])), *([giant] if len(giant) > 1 else [])]
     found = []
     for rows in sets:
         requests = tuple(columns["request"][rows].tolist())

@@ -119,6 +119,14 @@ def test_a_giant_prompt_among_chats_is_named_by_its_request(
     assert culprits(told(trace, replicas)) == []
 
 
+def test_two_giants_are_both_named() -> None:
+    trace = chats(1500, 2.0, seed=5)
+    prompts = trace.prompt_tokens.copy()
+    prompts[400], prompts[1100] = 120_000, 110_000
+    found = told(dataclasses.replace(trace, prompt_tokens=prompts))
+    assert sorted(v.suspect.requests for v in found.verdicts if v.guilty) == [(400,), (1100,)]
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("name", ["acme", "b"])
 def test_a_burst_is_named_by_its_tenant(name: str, replicas: int, tmp_path: Path) -> None:
@@ -168,6 +176,15 @@ def test_a_block_far_too_large_for_the_shared_prefix_is_named(
     assert "The block size is too large for the beginnings that prompts share." in said
     assert f"block size 16 instead of {block}" in said
     assert "block size" not in " ".join(told(trace, block_size=16).sentences)
+
+
+def test_a_small_gain_of_a_larger_kv_cache_is_told_as_such() -> None:
+    trace, flags = chats(800, 8, prompt=(500, 1500)), {"max_model_len": 4096}
+    enough = peak_blocks(trace, num_gpu_blocks_override=50_000, **flags) + 1
+    found = told(trace, num_gpu_blocks_override=int(0.9 * enough), **flags)
+    kv = next(t for t in found.trials if t.change.kind == "kv")
+    assert 0.03 <= kv.gain < 0.10
+    assert "The KV cache size is a limit too" in " ".join(found.sentences)
 
 
 def test_a_quiet_deployment_is_told_that_no_flag_helps() -> None:
