@@ -170,10 +170,12 @@ def plan(
     fixed = {name: value for name, value in given.items() if value is not None}
     if "model" not in fixed and "model" not in space:
         raise UserError("--model is missing: give it (vsim catalog lists them)")
+    by_default: list[str] = []
     if set(space) <= {"gpu", "model"}:
         for name, values in DEFAULT_SPACE.items():
             if name not in fixed:
                 space[name] = parse_vary(f"{name}={values}")[1]
+                by_default.append(f"{name} {values}")
     points = points_of({name: check_value(name, v) for name, v in fixed.items()}, space, None, seed)
     load = Load(
         limit=limit,
@@ -183,7 +185,11 @@ def plan(
         seed=seed,
     )
     where = Space(
-        points, None if price_list is None else price_list.of, max_replicas, survive_replicas
+        points,
+        None if price_list is None else price_list.of,
+        max_replicas,
+        survive_replicas,
+        tuple(f"tried by default, nothing being varied: {said}" for said in by_default),
     )
     if survive_replicas >= max_replicas:
         raise UserError(
@@ -208,7 +214,12 @@ def plan(
         where,
         question,
         price_list,
-        {"traffic": traffic, "survive_replicas": survive_replicas, "max_replicas": max_replicas},
+        {
+            "traffic": traffic,
+            "survive_replicas": survive_replicas,
+            "max_replicas": max_replicas,
+            "varied": {name: values for name, values in space.items() if isinstance(values, list)},
+        },
     )
     if json_file is not None and str(json_file) == "-":
         click.echo(plan_json(data), nl=False)

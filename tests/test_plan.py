@@ -25,6 +25,7 @@ from vsim.sim.plan.search import Candidate, Space, look_around, search, smallest
 from vsim.sim.plan.slo import goodput_slo, parse_slo
 from vsim.sim.replay import Load
 from vsim.sim.sweep import Workers
+from vsim.sim.sweep_space import Point
 from vsim.traces.readers import read_trace
 from vsim.traces.trace import Trace
 
@@ -170,6 +171,41 @@ def test_the_smallest_number_is_found_from_any_guess(need: int, guess: int) -> N
         candidate = Candidate(0, {"gpu": "g"}, Fraction(1), Probe(gpus=1))
         assert smallest(TEN_A_SECOND, candidate, QUESTION, guess, 64) == need
         assert len(candidate.seen) <= 14
+
+
+def test_simulations_that_contradict_monotony_are_told() -> None:
+    candidate = Candidate(0, {"gpu": "g"}, Fraction(1), Probe(gpus=1))
+    for replicas, ratio in ((1, 2.0), (2, 0.9), (3, 0.8)):
+        candidate.seen[replicas] = Evaluation(replicas, (ratio,), (ratio,), "compute", {}, 1)
+    assert candidate.worsened() is None
+    candidate.seen[4] = Evaluation(4, (1.1,), (1.1,), "compute", {}, 1)
+    assert candidate.worsened() == (2, 4)
+
+
+def test_a_first_look_that_is_wrong_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it says, prompts that are shared are simulated, and so is one candidate of an empty plan."""
+    for telling in (True, False):
+        world = World({"good": 2, "other": 5}, monkeypatch)
+
+        def look(
+            trace: Trace, point: dict[str, str], question: Question, telling: bool = telling
+        ) -> Probe:
+            return Probe(gpus=1, capacity_rps=0.01, alone=9.0, alone_slo="ttft", telling=telling)
+
+        monkeypatch.setattr(search_module, "probe", look)
+        space = Space([{"gpu": gpu} for gpu in world.needs], None, 8)
+        plan = search(TEN_A_SECOND, space, QUESTION, Workers())
+        assert plan.best is not None
+        assert (plan.best.point["gpu"], plan.replicas) == ("good", 2)
+
+
+def test_data_parallel_ranks_are_one_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World({"g": 1}, monkeypatch)
+    points: list[Point] = [{"gpu": "g", "data_parallel_size": 2}]
+    plan = search(TEN_A_SECOND, Space(points, None, 8), QUESTION, Workers())
+    assert plan.replicas == 1 and world.asked == [("g", 1)]
+    spare = search(TEN_A_SECOND, Space(points, None, 8, survive=1), QUESTION, Workers())
+    assert spare.best is None
 
 
 # --- for real -------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ KEPT = (
     "request_throughput",
     "output_throughput",
     "preemptions",
-    "kv_cache_usage_peak",
+    "kv_usage_peak",
 )
 
 
@@ -101,6 +101,7 @@ class Probe:
     alone_slo: str = ""
     refused: str | None = None
     simulated: int = 0
+    telling: bool = True  # the sample lacks nothing that would make the whole trace faster
 
 
 def engine_of(point: Point) -> tuple[Deployment, LoadedStepModel]:
@@ -126,8 +127,9 @@ def probe(trace: Trace, point: Point, question: Question) -> Probe:
     """What `point`'s engine gets done when a sample of the trace waits all at once.
 
     And what its latencies are when they come one by one: no number of replicas makes them shorter. The
-    sample is every k-th request, without sessions. It misses what the whole trace shares, so the figure
-    orders the search and sizes the first guess; only a margin of it is ever used to rule something out.
+    sample is every k-th request, without sessions. Where the whole trace shares prefixes or has sessions, the
+    sample is not `telling`: it only orders the search and sizes the first guess. Else a margin of it also
+    rules out what is hopeless.
     """
     load_for(trace, 20)
     try:
@@ -158,6 +160,14 @@ def probe(trace: Trace, point: Point, question: Question) -> Probe:
         alone=alone,
         alone_slo=slo_text,
         simulated=2 * len(sample),
+        telling=not _shares(trace),
+    )
+
+
+def _shares(trace: Trace) -> bool:
+    """Prompts that repeat others', or turns that wait for turns: what a sample makes look slower than it is."""
+    return trace.sessions is not None or (
+        trace.prefix_ids is not None and len(trace.prefix_ids) > 0
     )
 
 

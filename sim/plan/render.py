@@ -55,10 +55,10 @@ def _answer(
     assert best is not None
     serving = plan.replicas - space.survive
     seen = best.seen[serving]
-    spare = f", {space.survive} of which may fail" if space.survive else ""
+    spare = f" ({space.survive} may fail)" if space.survive else ""
     lines = [
         f"Plan: {_replicas(plan.replicas)}{spare} of {_settings(best, varied)}",
-        f"  {best.looked.gpus * plan.replicas} GPUs, {_cost(best, plan.replicas, prices)}",
+        f"  {_gpus(best.looked.gpus * plan.replicas)}, {_cost(best, plan.replicas, prices)}",
         "",
         *_slo_lines(question, seen, plan.expected),
         f"  Binding: {seen.binds}.",
@@ -93,6 +93,7 @@ def _nothing(plan: Plan, question: Question, varied: Sequence[str]) -> list[str]
         f"  {slo.text} is {slo.told(value)}"
         + (f", {seen.worst:.3g} times its limit" if math.isfinite(seen.worst) else "")
         + f"; {seen.binds} binds.",
+        *([f"  {candidate.skipped}."] if candidate.skipped else []),
         "",
         *_slo_lines(question, seen),
     ]
@@ -211,18 +212,37 @@ def assumptions(plan: Plan, question: Question, prices: Prices | None, space: Sp
     sds = sorted({c.looked.sd for c in plan.candidates if not c.looked.refused})
     shares = " to ".join(dict.fromkeys(f"{sd:.1%}" for sd in (sds[0], sds[-1])))
     said = [
-        f"every number is at the slow end of a 90 % interval: step times {question.pessimism:g} standard "
-        f"deviations slower (one is {shares} here, docs/plan.md)",
+        (
+            "limits are held against latencies at the slow end: step times "
+            f"{question.pessimism:g} standard deviations slower than predicted (one is {shares} here; "
+            "1.645: the end of a 90 % interval)"
+        ),
         "more replicas never make an objective worse; no replica fails"
         + (f" beyond {space.survive}" if space.survive else ""),
+        *_worsened(plan),
+        *space.assumed,
         f"step times of the plan: {who.looked.label}",
     ]
     if prices is None:
         said.append("no --prices: cost counts GPUs, whatever their kind")
     else:
         said.append(prices.told)
-    seen = min(who.seen.items())[1].assumptions if who.seen else ()
+    if plan.best is not None:
+        seen = plan.best.seen[plan.replicas - space.survive].assumptions
+    else:
+        seen = plan.nearest[1].assumptions if plan.nearest else ()
     return [*said, *seen]
+
+
+def _worsened(plan: Plan) -> list[str]:
+    """Where simulations contradict what the search rests on."""
+    found = ((c, c.worsened()) for c in plan.candidates)
+    return [
+        f"candidate {c.number + 1} contradicts this: {_replicas(two[0])} met every objective and "
+        f"{two[1]} did not; treat it as on the edge"
+        for c, two in found
+        if two is not None
+    ]
 
 
 def plan_data(
@@ -239,7 +259,19 @@ def plan_data(
         "schema": SCHEMA,
         "vsim_version": __version__,
         "asked": dict(command),
-        "trace": {"name": trace.source.name, "format": trace.source.format, "requests": len(trace)},
+        "trace": {
+            "name": trace.source.name,
+            "format": trace.source.format,
+            "file_sha256": trace.source.sha256,
+            "requests": len(trace),
+        },
+        "load": {
+            "time_scale": question.load.time_scale,
+            "request_rate": _finite(question.load.request_rate),
+            "burstiness": _finite(question.load.burstiness),
+            "seed": question.load.seed,
+        },
+        "step_time": None if best is None else best.looked.label,
         "offered_requests_per_s": plan.offered_rps if math.isfinite(plan.offered_rps) else None,
         "slos": [slo.text for slo in question.slos],
         "pessimism": question.pessimism,
@@ -297,6 +329,10 @@ def _candidate_data(candidate: Candidate, space: Space) -> dict[str, Any]:
     }
 
 
+def _finite(value: float | None) -> float | str | None:
+    return "inf" if value == math.inf else value
+
+
 def plan_json(data: Mapping[str, Any]) -> str:
     return json.dumps(data, indent=1, sort_keys=True, allow_nan=False) + "\n"
 
@@ -315,6 +351,10 @@ def _settings(candidate: Candidate, varied: Sequence[str]) -> str:
 
 def _replicas(count: int) -> str:
     return "1 replica" if count == 1 else f"{count} replicas"
+
+
+def _gpus(count: int) -> str:
+    return "1 GPU" if count == 1 else f"{count} GPUs"
 
 
 def _unit(prices: Prices | None) -> str:

@@ -11,6 +11,7 @@ processes there are, or where.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -53,6 +54,12 @@ class Candidate:
         each = self.cost(1)
         return int(cost // each) if each else 1 << 30
 
+    def worsened(self) -> tuple[int, int] | None:
+        """(few, many) replicas of which the few met the objectives and the many did not; None: as assumed."""
+        few = self.smallest_met()
+        many = [n for n, seen in self.seen.items() if few is not None and n > few and not seen.met]
+        return None if few is None or not many else (few, min(many))
+
     def smallest_met(self) -> int | None:
         return min((n for n, seen in self.seen.items() if seen.met), default=None)
 
@@ -65,6 +72,12 @@ class Space:
     price_of: Callable[[str], Fraction] | None = None
     max_replicas: int = 64
     survive: int = 0  # replicas that may fail with every objective still met
+    assumed: tuple[str, ...] = ()  # about the space, in sentences
+
+    def most(self, candidate: Candidate) -> int:
+        """Replicas of `candidate` that may serve; data-parallel ranks have a balancer of their own: one."""
+        ranks = candidate.point.get("data_parallel_size") or 1
+        return (1 if int(ranks) > 1 else self.max_replicas) - self.survive
 
 
 @dataclass(slots=True)
@@ -108,7 +121,7 @@ def search(
     able = [c for c in candidates if c.skipped is None]
     for candidate in able:
         look = candidate.looked
-        if look.alone > TOO_SLOW:
+        if look.telling and look.alone > TOO_SLOW:
             candidate.skipped = (
                 f"too slow at any size: {look.alone_slo} is missed {look.alone:.3g}-fold by requests "
                 "that come one by one"
@@ -120,6 +133,12 @@ def search(
     best = _first(trace, able, space, question, offered, say)
     if best is None and not any(c.seen for c in able):
         _simulate_one(trace, able, question, offered, space)
+        if any(seen.met for c in able for seen in c.seen.values()):
+            # The first look was wrong about this trace: look at everything.
+            for candidate in able:
+                candidate.looked = dataclasses.replace(candidate.looked, telling=False)
+                candidate.skipped = None
+            best = _first(trace, able, space, question, offered, say)
     if best is not None:
         _rivals(trace, [c for c in able if c is not best], best, space, question, workers, say)
     plan = _settle(candidates, space, offered)
@@ -140,7 +159,7 @@ def _guess(candidate: Candidate, offered: float) -> int:
 
 def _hopeless(candidate: Candidate, replicas: int, offered: float) -> str | None:
     capacity = candidate.looked.capacity_rps * replicas
-    if not math.isfinite(offered) or offered <= HOPELESS * capacity:
+    if not candidate.looked.telling or not math.isfinite(offered) or offered <= HOPELESS * capacity:
         return None
     return (
         f"hopeless: {offered:.3g} requests/s offered, about {capacity:.3g} served by "
@@ -160,7 +179,10 @@ def _first(
     for candidate in able:
         if candidate.skipped is not None:
             continue
-        most = space.max_replicas - space.survive
+        most = space.most(candidate)
+        if most < 1:
+            candidate.skipped = "one group of data-parallel ranks: nothing is left when it fails"
+            continue
         hopeless = _hopeless(candidate, most, offered)
         if hopeless is not None:
             candidate.skipped = hopeless
@@ -169,7 +191,9 @@ def _first(
         smallest(trace, candidate, question, min(_guess(candidate, offered), most), most)
         if candidate.smallest_met() is not None:
             return candidate
-        candidate.skipped = f"misses at all of up to {most} replicas"
+        candidate.skipped = "missed with " + (
+            "1 replica" if most == 1 else f"each number of replicas up to {most}"
+        )
     return None
 
 
@@ -191,7 +215,7 @@ def _rivals(
     for rival in rivals:
         if rival.skipped is not None or rival.seen:
             continue
-        most = min(rival.affordable(limit), space.max_replicas) - space.survive
+        most = min(rival.affordable(limit) - space.survive, space.most(rival))
         if most < 1:
             rival.skipped = f"dearer than the plan with {1 + space.survive} already"
             continue
@@ -272,8 +296,11 @@ def _simulate_one(
     trace: Trace, able: Sequence[Candidate], question: Question, offered: float, space: Space
 ) -> None:
     """Where everything was ruled out unsimulated, the least hopeless is simulated: a miss with a number."""
-    least = min(able, key=lambda c: (c.looked.alone, c.number))
-    replicas = min(2 * _guess(least, offered), space.max_replicas - space.survive)
+    possible = [c for c in able if space.most(c) >= 1]
+    if not possible:
+        return
+    least = min(possible, key=lambda c: (c.looked.alone, c.number))
+    replicas = min(2 * _guess(least, offered), space.most(least))
     least.seen[replicas] = evaluate(trace, least.point, replicas, question)
 
 
@@ -281,12 +308,10 @@ def look_around(
     trace: Trace, plan: Plan, space: Space, question: Question, workers: Workers
 ) -> None:
     """After the search: one and two replicas more for the frontier, and how much more traffic the plan bears."""
-    import dataclasses
-
     best = plan.best
     assert best is not None
     serving = plan.replicas - space.survive
-    more = [n for n in (serving + 1, serving + 2) if n not in best.seen and n <= space.max_replicas]
+    more = [n for n in (serving + 1, serving + 2) if n not in best.seen and n <= space.most(best)]
     tasks = [(evaluate, (trace, best.point, n, question)) for n in more]
     for n, seen in zip(more, _each(tasks, workers), strict=True):
         best.seen[n] = seen

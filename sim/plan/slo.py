@@ -13,7 +13,7 @@ from vsim.sim.text import number
 from vsim.traces.options import printable
 
 LATENCIES = {"ttft": "ttft", "tpot": "tpot", "itl": "itl", "e2e": "e2el", "e2el": "e2el"}
-RATES = ("request_throughput", "output_throughput", "total_token_throughput", "request_goodput")
+RATES = ("request_throughput", "output_throughput", "total_token_throughput")
 UNITS_MS = {"us": 1e-3, "ms": 1.0, "s": 1e3, "min": 6e4}
 EXAMPLE = "write e.g. ttft_p95<=2s, tpot_p95<=100ms or output_throughput>=1000"
 _SLO = re.compile(r"\s*([a-z0-9_.]+)\s*(<=|>=)\s*([0-9.eE+-]+)\s*([a-z%]*)\s*")
@@ -76,11 +76,14 @@ def parse_slo(text: str) -> Slo:
         if sign != "<=":
             raise UserError(f"--slo {shown!r}: an error rate is bounded from above: {name}<=1%")
         return Slo(said, name, True, _share(shown, limit, unit))
+    name = "output_throughput" if name == "throughput" else name
     if name in RATES:
         if sign != ">=" or unit:
             raise UserError(f"--slo {shown!r}: write {name}>=NUMBER, per second and without a unit")
         return Slo(said, name, False, limit)
-    known = ", ".join([*LATENCIES, "error_rate", *RATES])
+    known = ", ".join(
+        [*(f"{latency}_STATISTIC" for latency in LATENCIES), "error_rate", "throughput", *RATES]
+    )
     raise UserError(f"--slo {shown!r}: {name} is not known; known are {known}: {EXAMPLE}")
 
 
