@@ -193,6 +193,7 @@ def replay(
     from vsim.sim.replay import replay as simulate_trace
     from vsim.sim.router import named_route
     from vsim.sim.run_io import check_target, write_run
+    from vsim.sim.stability import stability, stability_lines
     from vsim.sim.summary import summarize, summary_json
     from vsim.sim.table import render_table
     from vsim.sim.text import plain
@@ -250,6 +251,7 @@ def replay(
     # Data-parallel ranks and autoscaling make more of them than the flags say.
     replicas, route = run.config.get("replicas", replicas), run.config.get("route", route)
     summary = summarize(run, metric_percentiles, slo)
+    summary["stability"] = stability(run).data()
     gpus = deployment.gpus_per_replica * mean_replicas(run, replicas)
     if fleet_spec is not None:
         from vsim.sim.fleet.describe import fleet_summary
@@ -289,6 +291,8 @@ def replay(
         from vsim.sim.advice_stored import advice_text
 
         click.echo(advice_text(summary))
+    for line in stability_lines(summary["stability"]):
+        click.echo(line)
     if run.ended_early:
         click.echo(f"The run ended early: {run.ended_early}")
     if run.assumptions:
