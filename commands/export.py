@@ -23,6 +23,12 @@ FORMATS = ("report", "openmetrics", "perfetto", "markdown", "bench", "svg", "png
     help="Instead of standard output; for svg and png a folder, and required.",
 )
 @click.option(
+    "--against",
+    type=click.Path(path_type=Path),
+    metavar="RUN",
+    help="report: a measured run beside the prediction.",
+)
+@click.option(
     "--interval", type=float, metavar="S", help="openmetrics: simulated time between samples."
 )
 @click.option(
@@ -40,6 +46,7 @@ def export(
     run: Path,
     form: str | None,
     out: Path | None,
+    against: Path | None,
     interval: float | None,
     start_time: float,
     start: float,
@@ -53,6 +60,8 @@ def export(
     """
     if form is None:
         raise UserError(f"--format is missing: one of {', '.join(FORMATS)}")
+    if against is not None and form != "report":
+        raise UserError(f"--against is for --format report, not {form}")
     from vsim.sim.compare import load_side
     from vsim.sim.run_io import stored_summary
 
@@ -85,7 +94,8 @@ def export(
     elif form == "report":
         from vsim.sim.report import render_report
 
-        pieces = [render_report(side.run, summary)]
+        measured = None if against is None else load_side(against)
+        pieces = [render_report(side.run, summary, measured)]
     elif form == "markdown":
         from vsim.sim.export_markdown import render_markdown
 

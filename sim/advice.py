@@ -179,10 +179,14 @@ class Advice:
 
     def data(self) -> dict[str, Any]:
         """JSON-ready."""
-        best = self.best
+        best, told = self.best, self.sentences
+        key = {*_too_much_or_little(best), *(_accusation(v) for v in self.verdicts if v.guilty)}
+        if best is not None:
+            key |= {s for s in told if s.startswith("Of ") and best.change.words in s}
         return {
             "schema": SCHEMA,
-            "sentences": [plain(s) for s in self.sentences],
+            "sentences": [plain(s) for s in told],
+            "key": [i for i, s in enumerate(told) if s in key],  # places of those to stress
             "binding": self.binding,
             "culprits": [
                 {"kind": v.suspect.kind, "name": plain(v.suspect.name)}

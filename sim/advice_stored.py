@@ -18,6 +18,15 @@ def sentences(summary: Mapping[str, Any]) -> list[str]:
     return [plain(s) for s in told if isinstance(s, str)] if isinstance(told, list) else []
 
 
+def key_sentences(summary: Mapping[str, Any]) -> list[str]:
+    """Those that name a culprit, what is wrong, or the change that helps most."""
+    found = summary.get(KEY)
+    told = found.get("key") if isinstance(found, Mapping) else None
+    places = told if isinstance(told, list) else []
+    every = sentences(summary)
+    return [every[i] for i in places if type(i) is int and 0 <= i < len(every)]
+
+
 def trials(summary: Mapping[str, Any]) -> list[tuple[str, list[float | None]]]:
     """Each change tried: words, and ms before and after of both tails (E2EL, then TTFT)."""
     found = summary.get(KEY)

@@ -113,7 +113,7 @@ def comparison_page(
     base = sides[0]
     tables = "".join(
         f"<section><h2>{esc(other.name)} against {esc(base.name)}</h2>"
-        f"<p>{esc(step_times_differ(base, other) or '')}</p>{_table(differences)}</section>"
+        f"<p>{esc(step_times_differ(base, other) or '')}</p>{differences_table(differences)}</section>"
         for other, differences in comparisons
     )
     names = ", ".join(side.name for side in sides)
@@ -140,16 +140,19 @@ def _plots(found: Sequence[Chart]) -> list[str]:
     return [f"<section><h2>Overlaid</h2><div class=grid2>{drawn}</div></section>"]
 
 
-def _table(differences: Sequence[Difference]) -> str:
+def differences_table(
+    differences: Sequence[Difference], base: str = "base", other: str = "other", judged: bool = True
+) -> str:
+    """As an HTML table; `judged`: colour says whether a change is for the better."""
     rows = "".join(
         f"<tr><th scope=row>{esc(one.label)}</th><td>{esc(_value(one.base))}</td>"
         f"<td>{esc(_value(one.other))}</td>"
-        f"<td class={_judgement(one)}>"
+        f"<td class={_judgement(one) if judged else 'same'}>"
         f"{esc(_change(one.change))}</td><td>{esc(_interval(one).strip())}</td></tr>"
         for one in differences
     )
     return (
-        "<div class=scroll><table class=numbers><thead><tr><th></th><th>base</th><th>other</th>"
+        f"<div class=scroll><table class=numbers><thead><tr><th></th><th>{esc(base)}</th><th>{esc(other)}</th>"
         f"<th>change</th><th>95 % interval, %</th></tr></thead><tbody>{rows}</tbody></table></div>"
     )
 

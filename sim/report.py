@@ -6,9 +6,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vsim.sim import report_anomalies, report_causes, report_series, report_tables
+from vsim.sim import advice_stored, report_anomalies, report_causes, report_series, report_tables
 from vsim.sim.bill import bill_rows
 from vsim.sim.fleet.report import events_table
 from vsim.sim.report_svg import Chart, chart_data, esc, render_chart
@@ -16,12 +16,15 @@ from vsim.sim.run import Run
 from vsim.sim.summary import setting
 from vsim.sim.timeline import StepClock
 
+if TYPE_CHECKING:
+    from vsim.sim.compare import Side
+
 # Nothing may be loaded from anywhere, whatever a trace's strings contain.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
-def render_report(run: Run, summary: Mapping[str, Any]) -> str:
-    """The page as text. The same run gives the same bytes; nothing in it is loaded from elsewhere.
+def render_report(run: Run, summary: Mapping[str, Any], measured: Side | None = None) -> str:
+    """The page as text, with a table of prediction against `measured` where there is one. The same run gives the same bytes; nothing in it is loaded from elsewhere.
 
     Its size does not grow with the run: every series is cut down to a few hundred points. Strings from
     traces and configurations are escaped.
@@ -35,6 +38,10 @@ def render_report(run: Run, summary: Mapping[str, Any]) -> str:
         sections.append(_section("Worth a look", report_tables.anomalies_table(notable)))
     if tried := report_causes.what_would_help(summary):
         sections.append(_section("What would help", tried))
+    if measured is not None:
+        sections.append(
+            _section("Prediction against measurement", _against(run, summary, measured))
+        )
     if accounted := report_causes.causes(run):
         sections.append(_section("Where the time went", accounted))
     sections += [
@@ -72,6 +79,21 @@ def render_report(run: Run, summary: Mapping[str, Any]) -> str:
     return page(title or kind, kind, _head(run, summary, words), sections, found)
 
 
+def _against(run: Run, summary: Mapping[str, Any], measured: Side) -> str:
+    """What was predicted beside what was measured, with the signed error."""
+    # Imported here: the comparison's page is drawn with this module's `page`.
+    from vsim.sim.compare import Side, compare
+    from vsim.sim.compare_page import differences_table
+
+    predicted = Side("predicted", dict(summary), run)
+    table = differences_table(compare(measured, predicted), "measured", "predicted", judged=False)
+    note = (
+        f"Measured: {measured.name}. The interval is of the change, by block bootstrap over the requests in "
+        "order of arrival; * where it excludes 0. A prediction and a run of other requests differ for that alone."
+    )
+    return f"{table}<p class=note>{esc(note)}</p>"
+
+
 _LATENCY = ("cdf-request", "cdf-token", "ttft-time", "tpot-time", "e2el-time", "ttft-heat")
 _TIMELINES = (
     "queue",
@@ -88,7 +110,10 @@ _TIMELINES = (
 
 def _head(run: Run, summary: Mapping[str, Any], sentences: Sequence[str]) -> str:
     """What happened, in words and in the main numbers."""
-    words = " ".join(esc(sentence) for sentence in sentences)
+    key = set(advice_stored.key_sentences(summary))
+    words = " ".join(f"<b>{esc(s)}</b>" if s in key else esc(s) for s in sentences)
+    # A flag stays in one piece.
+    words = re.sub(r"(--[a-z][a-z-]+)", r"<span class=flag>\1</span>", words)
     # A number stays on one line with its unit.
     words = re.sub(r"(\d) (%|ms|s|min|h)(?![\w/])", "\\1\N{NO-BREAK SPACE}\\2", words)
     early = (

@@ -15,12 +15,15 @@ import pytest
 from click.testing import CliRunner
 
 from vsim.commands.explain import explain
+from vsim.commands.export import export
 from vsim.commands.replay import replay as replay_command
+from vsim.errors import UserError
 from vsim.sim.advice import MOST_REQUESTS, Advice, Setup, advise
 from vsim.sim.advice_stored import sentences, trials
 from vsim.sim.advice_suspects import suspects
 from vsim.sim.replay import Load, replay, step_model_for
 from vsim.sim.run import Run
+from vsim.sim.run_io import write_run
 from vsim.sim.summary import summarize
 from vsim.tests.make_run import make_run
 from vsim.traces.arrivals import select
@@ -97,7 +100,8 @@ def says_through_the_commands(trace: Trace, folder: Path, *flags: str) -> str:
     page = (folder / "run" / "report.html").read_text()
     lead = re.search(r"<p class=lead>(.*?)</p>", page, re.S)
     assert lead is not None
-    first = lead[1].replace("\N{NO-BREAK SPACE}", " ")
+    first = re.sub(r"</?(b|span)[^>]*>", "", lead[1]).replace("\N{NO-BREAK SPACE}", " ")
+    assert "<b>" in lead[1]
     stored = json.loads((folder / "run" / "summary.json").read_text())
     for sentence in sentences(stored):
         assert " ".join(sentence.split()) in words
@@ -267,6 +271,25 @@ def test_advice_is_given_with_a_report_or_when_asked_for(tmp_path: Path) -> None
     assert advised("--advise")
     assert advised("--out", str(tmp_path / "a"))
     assert not advised("--out", str(tmp_path / "b"), "--no-advise")
+
+
+def test_a_measured_run_is_put_beside_the_prediction(tmp_path: Path) -> None:
+    trace = chats(150)
+    for gpu in ("a100", "h100"):
+        deployment = Setup(MODEL, gpu, {}).deployment()
+        run = replay(trace, deployment, step_model_for(deployment), Load())
+        write_run(run, tmp_path / gpu, summarize(run), report=False)
+    args = [str(tmp_path / "a100"), "--format", "report"]
+    page = CliRunner().invoke(export, [*args, "--against", str(tmp_path / "h100")])
+    assert page.exit_code == 0, page.output
+    section = page.output.split("<h2>Prediction against measurement</h2>")[1].split("</section>")[0]
+    assert "<th>measured</th><th>predicted</th>" in section
+    row = re.search(r"P95 TTFT \(ms\)</th><td>([\d.,]+)</td><td>([\d.,]+)</td>", section)
+    assert row is not None and float(row[1]) < float(row[2])  # the H100's is the shorter
+    alone = CliRunner().invoke(export, args)
+    assert "Prediction against measurement" not in alone.output
+    wrong = CliRunner().invoke(export, [args[0], "--format", "bench", "--against", args[0]])
+    assert isinstance(wrong.exception, UserError)
 
 
 def test_a_summary_without_advice_still_makes_a_report() -> None:
