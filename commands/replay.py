@@ -41,6 +41,13 @@ class Progress:
             nl=False,
         )
 
+    def advising(self, replay: int) -> None:
+        """Before each replay of `sim.advice`."""
+        if self._watched:
+            self._shown = time.monotonic()
+            text = f"\rtrying what would help: replay {replay}\x1b[K"
+            click.echo(text, err=True, nl=False)
+
     def done(self) -> None:
         if self._watched and self._shown != self._began:
             click.echo("\r\x1b[K", err=True, nl=False)
@@ -277,7 +284,10 @@ def replay(
             replicas,
             route,
         )
-        found = find_advice(requests, setup, load, run)
+        try:
+            found = find_advice(requests, setup, load, run, progress.advising)
+        finally:
+            progress.done()
         summary |= {} if found is None else {"advice": found.data()}
     if out is not None:
         write_run(run, out, summary, report=report, overwrite=overwrite)

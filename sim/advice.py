@@ -9,7 +9,7 @@ carries the two figures.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -208,16 +208,22 @@ class Advice:
         }
 
 
-def advise(trace: Trace, setup: Setup, load: Load, run: Run | None = None) -> Advice | None:
+def advise(
+    trace: Trace,
+    setup: Setup,
+    load: Load,
+    run: Run | None = None,
+    on_replay: Callable[[int], None] | None = None,
+) -> Advice | None:
     """What binds `setup` under `trace`, and what would help; None where too few requests finish.
 
     `run`: the whole replay, if there is one already; of a long trace the stretch to simulate is chosen by
     it, and is the beginning without it. Bounded: each replay has at most MOST_REQUESTS requests and
-    MOST_TOKENS output tokens. Deterministic. Raises UserError for what `replay` refuses.
+    MOST_TOKENS output tokens. `on_replay` is told before each which one it is, from 1. Deterministic. Raises UserError for what `replay` refuses.
     """
     sent = load.apply(trace)
     quiet = Load(max_concurrency=load.max_concurrency, seed=load.seed, overlong=load.overlong)
-    work = _Work(setup, quiet)
+    work = _Work(setup, quiet, on_replay)
     scale = _scale(setup)
     limit = _limit(sent.output_tokens, scale)
     if limit == len(sent):
@@ -271,11 +277,14 @@ def advise(trace: Trace, setup: Setup, load: Load, run: Run | None = None) -> Ad
 class _Work:
     """Replays, counted."""
 
-    def __init__(self, setup: Setup, load: Load) -> None:
+    def __init__(self, setup: Setup, load: Load, on_replay: Callable[[int], None] | None) -> None:
         self.setup, self.load, self.replays = setup, load, 0
+        self.on_replay = on_replay
 
     def replay(self, trace: Trace, change: Change | None = None) -> Run:
         deployment = self.setup.deployment(**(change.flags if change else {}))
+        if self.on_replay is not None:
+            self.on_replay(self.replays + 1)
         replicas = self.setup.replicas
         if change is not None and change.replicas is not None:
             replicas = change.replicas

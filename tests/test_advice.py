@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 from vsim.commands.explain import explain
 from vsim.commands.export import export
+from vsim.commands.replay import Progress
 from vsim.commands.replay import replay as replay_command
 from vsim.errors import UserError
 from vsim.sim.advice import MOST_REQUESTS, Advice, Setup, advise
@@ -271,6 +272,25 @@ def test_advice_is_given_with_a_report_or_when_asked_for(tmp_path: Path) -> None
     assert advised("--advise")
     assert advised("--out", str(tmp_path / "a"))
     assert not advised("--out", str(tmp_path / "b"), "--no-advise")
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_progress_is_for_a_terminal_and_leaves_no_escape_in_a_pipe(
+    watched: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: watched)
+    progress = Progress(1000)
+    monkeypatch.setattr("time.monotonic", lambda: progress._began + 10.0)
+    progress(90 * 10**9, 250)
+    progress.advising(3)
+    progress.done()
+    out, err = capsys.readouterr()
+    assert out == ""
+    if watched:
+        assert "250 of 1,000 requests, 90 s simulated, about 30 s left" in err
+        assert "replay 3" in err and err.endswith("\r\x1b[K")
+    else:
+        assert err == ""
 
 
 def test_a_measured_run_is_put_beside_the_prediction(tmp_path: Path) -> None:
