@@ -8,7 +8,7 @@ VLLM_V0 := .venvs/vllm-0.8.5
 N ?= 2000
 SEED ?= 1
 
-.PHONY: demo test lint exact fuzz bench clean
+.PHONY: demo test lint exact fuzz kills determinism dist-check lock test-min test-newest audit bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/vsim replay traces/azure2023_conv.csv --model meta-llama/Llama-3.1-8B-Instruct --gpu a100 --out demo-run --overwrite
@@ -32,6 +32,45 @@ exact: $(VENV)/.dev $(VLLM)/.ready $(VLLM_V0)/.ready
 FUZZ := $(if $(filter command line environment,$(origin N)),$(N),100000)
 fuzz: $(VENV)/.dev
 	$(BIN)/python tests/fuzz/run.py --n $(FUZZ)
+
+# Interrupt sweep, replay, convert and calibrate at N random moments: kill -9, Ctrl-C, full disk.
+KILLS := $(if $(filter command line environment,$(origin N)),$(N),40)
+kills: $(VENV)/.dev
+	$(BIN)/python tests/reliability/kills.py --n $(KILLS)
+
+# The same bytes under three hash seeds, two thread counts, both paths, and (with Dask) on a cluster.
+determinism: $(VENV)/.dev
+	$(BIN)/pip install --quiet distributed
+	$(BIN)/python tests/reliability/determinism.py
+
+# Wheel and sdist, installed from scratch under every Python from 3.11 to 3.13 that is here.
+dist-check:
+	$(PYTHON) tests/reliability/dist_check.py
+
+# requirements/ci.txt: every version with its hashes. requirements/minimum.txt: the oldest that pyproject.toml allows.
+UV := $(VENV)/bin/uv pip compile --quiet pyproject.toml --extra dev --python-version 3.11 --no-header --no-annotate
+lock: $(VENV)/.dev
+	$(BIN)/pip install --quiet uv
+	$(UV) --generate-hashes -o requirements/ci.txt --upgrade
+	$(UV) --resolution lowest-direct -o requirements/minimum.txt --upgrade
+
+# The tests that need neither vLLM nor a browser, with the oldest dependencies and with the newest.
+UNBOUND := -m 'not oracle and not browser and not vllm' -n 2 --dist loadgroup
+test-min:
+	$(PYTHON) -m venv .venvs/minimum
+	.venvs/minimum/bin/pip install --quiet -r requirements/minimum.txt
+	.venvs/minimum/bin/pip install --quiet --no-deps -e .
+	.venvs/minimum/bin/python -m pytest $(UNBOUND)
+
+test-newest:
+	$(PYTHON) -m venv .venvs/newest
+	.venvs/newest/bin/pip install --quiet --upgrade --upgrade-strategy eager -e '.[dev]'
+	.venvs/newest/bin/python -m pytest $(UNBOUND)
+
+# Needs a registry that serves advisories: it says so where there is none.
+audit: $(VENV)/.dev
+	$(BIN)/pip install --quiet pip-audit
+	$(BIN)/pip-audit --requirement requirements/ci.txt --require-hashes --disable-pip --strict
 
 # How fast: named workloads, growth, the reference path, a sweep, peers. BENCH=--quick for a minute's worth.
 BENCH ?=

@@ -182,6 +182,9 @@ class Calibrate(Job):
 
     def run(self, round_number: int) -> None:
         campaign.Worker = FakeWorker  # type: ignore[misc, assignment]
+        campaign.find_vllm_python = lambda *_, **__: Path(
+            sys.executable
+        )  # which FakeWorker never starts
         FakeWorker.scenes = round_number
         plan = campaign.Plan(
             gpu=find_gpu("cpu"), model="tiny", out=self.out, block_sizes=(32,), budget_s=0.5, repeats=2
