@@ -17,8 +17,22 @@ from vsim.errors import UserError
     "--tail", default="p99", show_default=True, help="The requests at or above a percentile."
 )
 @click.option("--by", type=click.Choice(["e2el", "ttft"]), default="e2el", show_default=True)
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path),
+    help="The trace that RUN replayed: simulate now what would help.",
+)
+@click.option("--profile", help="With --trace: the profile that RUN was replayed with, if any.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-def explain(run: Path, request: int | None, tail: str, by: str, as_json: bool) -> None:
+def explain(
+    run: Path,
+    request: int | None,
+    tail: str,
+    by: str,
+    trace: Path | None,
+    profile: str | None,
+    as_json: bool,
+) -> None:
     """Say where the time of RUN's slowest requests went, or of one request.
 
     The parts add up to the latency, exactly: waiting by cause, prefill, decode, decode in steps that carry
@@ -43,6 +57,15 @@ def explain(run: Path, request: int | None, tail: str, by: str, as_json: bool) -
     else:
         found = explain_tail(side.run, parse_tail(tail), by)
     summary = stored_summary(run)
+    if trace is not None:
+        from vsim.sim.advice import advise
+        from vsim.sim.advice_rebuild import rebuilt
+        from vsim.traces.readers import read_trace
+
+        requests = read_trace(trace)
+        setup, load = rebuilt(side.run, requests, profile)
+        advice = advise(requests, setup, load, side.run)
+        summary["advice"] = {} if advice is None else advice.data()
     told = sentences(summary)
     if as_json:
         data = explanation_data(found) | ({"advice": summary["advice"]} if told else {})
@@ -52,4 +75,4 @@ def explain(run: Path, request: int | None, tail: str, by: str, as_json: bool) -
         if told:
             click.echo("\n" + advice_text(summary), nl=False)
         elif side.run.origin == "simulated":
-            click.echo("`vsim replay --advise` with the trace and --out simulates what would help.")
+            click.echo("With --trace FILE, the trace of this run, what would help is simulated.")

@@ -20,6 +20,7 @@ from vsim.commands.replay import Progress
 from vsim.commands.replay import replay as replay_command
 from vsim.errors import UserError
 from vsim.sim.advice import MOST_REQUESTS, Advice, Setup, advise
+from vsim.sim.advice_rebuild import rebuilt
 from vsim.sim.advice_stored import sentences, trials
 from vsim.sim.advice_suspects import suspects
 from vsim.sim.replay import Load, replay, step_model_for
@@ -291,6 +292,64 @@ def test_progress_is_for_a_terminal_and_leaves_no_escape_in_a_pipe(
         assert "replay 3" in err and err.endswith("\r\x1b[K")
     else:
         assert err == ""
+
+
+def test_a_stored_run_is_advised_upon_later_with_its_trace(tmp_path: Path) -> None:
+    trace = chats(rate=6)
+    write_trace(trace, tmp_path / "t.jsonl")
+    args = [str(tmp_path / "t.jsonl"), "--model", MODEL, "--gpu", GPU, "--out"]
+    flags = ["--num-gpu-blocks-override", "350", "--max-model-len", "2048", "--replicas", "1"]
+    for name, more in (("with", []), ("without", ["--no-advise"])):
+        done = CliRunner().invoke(replay_command, [*args, str(tmp_path / name), *flags, *more])
+        assert done.exit_code == 0, done.output
+    stored = json.loads((tmp_path / "with" / "summary.json").read_text())["advice"]
+    bare = CliRunner().invoke(explain, [str(tmp_path / "without")])
+    assert "With --trace FILE" in bare.output
+    later = CliRunner().invoke(
+        explain, [str(tmp_path / "without"), "--trace", str(tmp_path / "t.jsonl"), "--json"]
+    )
+    assert later.exit_code == 0, later.output
+    assert json.loads(later.output)["advice"] == stored
+    write_trace(chats(599), tmp_path / "other.jsonl")
+    wrong = CliRunner().invoke(
+        explain, [str(tmp_path / "without"), "--trace", str(tmp_path / "other.jsonl")]
+    )
+    assert isinstance(wrong.exception, UserError) and "not what this run replayed" in str(
+        wrong.exception
+    )
+
+
+def test_a_run_that_cannot_be_built_again_is_refused_with_the_reason(tmp_path: Path) -> None:
+    write_trace(chats(50), tmp_path / "t.jsonl")
+    args = [
+        str(tmp_path / "t.jsonl"),
+        "--model",
+        MODEL,
+        "--gpu",
+        GPU,
+        "--no-advise",
+        "--engine",
+        "v0",
+    ]
+    done = CliRunner().invoke(replay_command, [*args, "--out", str(tmp_path / "run")])
+    assert done.exit_code == 0, done.output
+    wrong = CliRunner().invoke(
+        explain, [str(tmp_path / "run"), "--trace", str(tmp_path / "t.jsonl")]
+    )
+    assert isinstance(wrong.exception, UserError) and "replay it with --advise" in str(
+        wrong.exception
+    )
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"load": {"limit": "x"}}, {"load": {"request_rate": []}}, {"flags": 3}, {"kv_cache": 1}],
+)
+def test_a_run_file_that_vsim_did_not_write_is_one_sentence(damage: dict[str, object]) -> None:
+    trace, deployment = chats(30), Setup(MODEL, GPU, {}).deployment()
+    run = replay(trace, deployment, step_model_for(deployment), Load())
+    with pytest.raises(UserError):
+        rebuilt(dataclasses.replace(run, config={**run.config, **damage}), trace)
 
 
 def test_a_measured_run_is_put_beside_the_prediction(tmp_path: Path) -> None:
