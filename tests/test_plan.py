@@ -19,7 +19,15 @@ from vsim.models.load import load_step_model
 from vsim.models.step import StepShape
 from vsim.models.uncertainty import Uncertainty, slowed
 from vsim.sim.plan import search as search_module
-from vsim.sim.plan.evaluate import Evaluation, Probe, Question, engine_of, evaluate, serve_line
+from vsim.sim.plan.evaluate import (
+    Evaluation,
+    Probe,
+    Question,
+    engine_of,
+    evaluate,
+    probe,
+    serve_line,
+)
 from vsim.sim.plan.render import plan_data, plan_json, render
 from vsim.sim.plan.search import Candidate, Space, look_around, search, smallest
 from vsim.sim.plan.slo import goodput_slo, parse_slo
@@ -101,7 +109,7 @@ class World:
         monkeypatch.setattr(search_module, "evaluate", self.evaluate)
 
     def probe(self, trace: Trace, point: dict[str, str], question: Question) -> Probe:
-        return Probe(gpus=1, capacity_rps=10.0 / self.needs[point["gpu"]])
+        return Probe(gpus=1, capacity_rps=(rps := 10.0 / self.needs[point["gpu"]]), most_rps=rps)
 
     def evaluate(
         self, trace: Trace, point: dict[str, str], replicas: int, question: Question
@@ -190,7 +198,14 @@ def test_a_first_look_that_is_wrong_is_found_out(monkeypatch: pytest.MonkeyPatch
         def look(
             trace: Trace, point: dict[str, str], question: Question, telling: bool = telling
         ) -> Probe:
-            return Probe(gpus=1, capacity_rps=0.01, alone=9.0, alone_slo="ttft", telling=telling)
+            return Probe(
+                gpus=1,
+                capacity_rps=0.01,
+                most_rps=0.01,
+                alone=9.0,
+                alone_slo="ttft",
+                telling=telling,
+            )
 
         monkeypatch.setattr(search_module, "probe", look)
         space = Space([{"gpu": gpu} for gpu in world.needs], None, 8)
@@ -235,6 +250,17 @@ def test_plan_agrees_with_the_exhaustive_sweep_on_azure() -> None:
                 cost = PRICES[point["gpu"]] * engine_of(point)[0].gpus * replicas
                 everything.append((cost, seen.worst, number, replicas))
     assert (plan.best.number, plan.replicas) == min(everything)[2:]
+
+
+def test_one_very_long_answer_does_not_make_an_engine_hopeless() -> None:
+    """In the sample it drains alone for minutes; in the trace others run beside it."""
+    answers = [20] * 399 + [12_000]
+    trace = Trace.of([i / 10 for i in range(400)], [64] * 400, answers)
+    question = Question((parse_slo("ttft_p95<=1s"),), {}, Load())
+    found = probe(trace, {"model": MODEL, "gpu": "a100"}, question)
+    assert found.capacity_rps < 10 / 2 < found.most_rps
+    plan = search(trace, Space([{"model": MODEL, "gpu": "a100"}], None, 1), question, Workers())
+    assert plan.best is not None
 
 
 def test_an_impossible_objective_names_the_nearest_miss() -> None:

@@ -19,13 +19,14 @@ from vsim.sim.fast.several import load_for
 from vsim.sim.front_end import TOO_LONG
 from vsim.sim.plan.slo import Slo
 from vsim.sim.replay import Load, replay, step_model_for
-from vsim.sim.run import REJECTED, Run
+from vsim.sim.run import FINISHED, REJECTED, Run
 from vsim.sim.summary import summarize
 from vsim.sim.sweep_space import Point
 from vsim.traces.arrivals import select
 from vsim.traces.trace import Trace
 
 PROBE_REQUESTS = 400
+LONE_REQUESTS = 100
 # What a part of the tail's latency says about the deployment (sim/explain.PARTS).
 BINDS = {
     "wait_kv": "KV cache",
@@ -95,9 +96,10 @@ class Probe:
 
     gpus: int = 0
     capacity_rps: float = 0.0  # requests per second when all wait at once, steps at their slow end
+    most_rps: float = 0.0  # the same, at its best: without the drain in which the longest finish
     label: str = ""
     sd: float = 0.0
-    alone: float = 0.0  # worst ratio of the latency objectives with one request at a time
+    alone: float = 0.0  # worst median over limit, of latencies with one request at a time
     alone_slo: str = ""
     refused: str | None = None
     simulated: int = 0
@@ -134,34 +136,51 @@ def probe(trace: Trace, point: Point, question: Question) -> Probe:
     load_for(trace, 20)
     try:
         deployment, model = engine_of(point)
-        rows = np.linspace(0, len(trace) - 1, min(len(trace), PROBE_REQUESTS)).astype(np.int64)
-        sample = select(trace, np.unique(rows), "sampled for a first look")
-        sample = dataclasses.replace(sample, sessions=None)
+        sample, few = _sample(trace, PROBE_REQUESTS), _sample(trace, LONE_REQUESTS)
         load = dataclasses.replace(question.load, request_rate=math.inf, time_scale=1.0)
         slow = at_slow_end(model, question.pessimism)
         run = replay(sample, deployment, slow, load)
-        one = replay(sample, deployment, slow, dataclasses.replace(load, max_concurrency=1))
+        one = replay(few, deployment, slow, dataclasses.replace(load, max_concurrency=1))
     except UserError as error:
         return Probe(refused=str(error))
     seconds = run.end_ns / 1e9
+    simulated = len(sample) + len(few)
     done = int((run.requests["status"] != REJECTED).sum())
     if run.ended_early or not seconds or not done:
         return Probe(
-            refused=run.ended_early or "it takes none of the requests", simulated=len(sample)
+            refused=run.ended_early or "it takes none of the requests", simulated=simulated
         )
-    summary = summarize(one, question.percentiles)
-    floors = [(slo.ratio(summary), slo.text) for slo in question.slos if slo.latency is not None]
-    alone, slo_text = max(floors, default=(0.0, ""))
+    ends_s = np.sort(run.requests["finish_ns"][run.requests["status"] == FINISHED]) / 1e9
+    half = len(ends_s) // 2
+    rates = np.arange(half + 1, len(ends_s) + 1) / np.maximum(ends_s[half:], 1e-9)
+    alone, slo_text = _alone(summarize(one, (50.0,)), question)
     return Probe(
         gpus=deployment.gpus,
         capacity_rps=done / seconds,
+        most_rps=max(done / seconds, float(rates.max(initial=0.0))),
         label=model.label,
         sd=uncertainty_of(model.calibration).scale_sd,
         alone=alone,
         alone_slo=slo_text,
-        simulated=2 * len(sample),
+        simulated=simulated,
         telling=not _shares(trace),
     )
+
+
+def _sample(trace: Trace, requests: int) -> Trace:
+    rows = np.linspace(0, len(trace) - 1, min(len(trace), requests)).astype(np.int64)
+    sample = select(trace, np.unique(rows), "sampled for a first look")
+    return dataclasses.replace(sample, sessions=None)
+
+
+def _alone(summary: Mapping[str, Any], question: Question) -> tuple[float, str]:
+    """(median over limit, objective) where that is largest: a small sample knows its median, not its tail."""
+    floors = [(0.0, "")]
+    for slo in question.slos:
+        median = None if slo.latency is None else summary.get(f"median_{slo.latency}_ms")
+        if median is not None and slo.limit > 0 and (slo.percentile or 50.0) >= 50:
+            floors.append((float(median) / slo.limit, slo.text))
+    return max(floors)
 
 
 def _shares(trace: Trace) -> bool:

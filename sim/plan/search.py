@@ -123,7 +123,7 @@ def search(
         look = candidate.looked
         if look.telling and look.alone > TOO_SLOW:
             candidate.skipped = (
-                f"too slow at any size: {look.alone_slo} is missed {look.alone:.3g}-fold by requests "
+                f"too slow at any size: {look.alone_slo} is {look.alone:.3g} times its limit for the median of requests "
                 "that come one by one"
             )
     if not able:
@@ -158,11 +158,11 @@ def _guess(candidate: Candidate, offered: float) -> int:
 
 
 def _hopeless(candidate: Candidate, replicas: int, offered: float) -> str | None:
-    capacity = candidate.looked.capacity_rps * replicas
+    capacity = candidate.looked.most_rps * replicas
     if not candidate.looked.telling or not math.isfinite(offered) or offered <= HOPELESS * capacity:
         return None
     return (
-        f"hopeless: {offered:.3g} requests/s offered, about {capacity:.3g} served by "
+        f"hopeless: {offered:.3g} requests/s offered, at most about {capacity:.3g} served by "
         f"{replicas} {'replica' if replicas == 1 else 'replicas'}"
     )
 
