@@ -119,7 +119,7 @@ def parse_calibration(text: str, name: str) -> Calibration:
     """An artifact from its JSON text; `name` is for messages."""
     try:
         data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also integers of too many digits
         raise UserError(f"profile {name} is not JSON: {str(error).splitlines()[0]}") from None
     if not isinstance(data, dict):
         raise UserError(f"profile {name} holds no JSON object")

@@ -38,7 +38,16 @@ def run(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
-def check(python: str, archive: Path, folder: Path) -> None:
+def executable(python: str) -> Path | None:
+    """The interpreter of that name that really starts: a version manager's stand-in may not."""
+    managed = sorted(Path.home().glob(f".pyenv/versions/*/bin/{python}"))
+    for found in (shutil.which(python), *managed):
+        if found and not subprocess.run([found, "-V"], capture_output=True, check=False).returncode:
+            return Path(found)
+    return None
+
+
+def check(python: Path, archive: Path, folder: Path) -> None:
     folder.mkdir()
     run(python, "-m", "venv", folder / "env", cwd=folder)
     binaries = folder / "env" / "bin"
@@ -69,10 +78,10 @@ def main() -> int:
             base / "dist",
             cwd=base / "src",
         )
-        here = [python for python in PYTHONS if shutil.which(python)]
-        for python in here:
+        here = {python: found for python in PYTHONS if (found := executable(python))}
+        for python, found in here.items():
             for archive in sorted((base / "dist").iterdir()):
-                check(python, archive, base / f"{python}-{archive.suffix[1:]}")
+                check(found, archive, base / f"{python}-{archive.suffix[1:]}")
                 print(f"{python}: {archive.name} installs, helps and replays", flush=True)
         for python in PYTHONS:
             if python not in here:
