@@ -49,6 +49,13 @@ def _by_alias() -> dict[str, str]:
     return table
 
 
+def _is_there(path: Path) -> bool:
+    try:
+        return path.is_dir() or path.is_file()
+    except (OSError, ValueError):  # a name longer than any file's, or one that holds a NUL
+        return False
+
+
 def load_model(name_or_folder: str) -> ModelSpec:
     """A bundled model by its Hugging Face name (case-insensitive), or a folder (or file) with `config.json`.
 
@@ -58,7 +65,7 @@ def load_model(name_or_folder: str) -> ModelSpec:
     known = _by_alias()
     bundled = known.get(name_or_folder.lower())
     path = Path(name_or_folder)
-    if bundled is None and (path.is_dir() or path.is_file()):
+    if bundled is None and _is_there(path):
         file = path / "config.json" if path.is_dir() else path
         if not file.is_file():
             raise UserError(

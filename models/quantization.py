@@ -161,7 +161,7 @@ def _block_scale_bits(block: object) -> float:
     """Bits per value of 32-bit scales, one per block of weights; 0 for per-tensor scales."""
     if not isinstance(block, list) or len(block) != 2:
         return 0.0
-    if not all(isinstance(x, int) and x > 0 for x in block):
+    if not all(isinstance(x, int) and 0 < x < 1 << 31 for x in block):
         return 0.0
     return 32 / float(block[0] * block[1])
 
