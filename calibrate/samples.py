@@ -223,7 +223,7 @@ def _check_schema(schema: object, path: Path) -> None:
 
 def _row(raw: dict[str, Any]) -> StepSample:
     """A sample from its fields. Raises KeyError, TypeError or ValueError where they are none."""
-    values = {
+    values: dict[str, Any] = {
         name: _LATER[name] if name not in raw and name in _LATER else raw[name] for name in _FIELDS
     }
     for name, kind in _FIELDS.items():

@@ -184,7 +184,7 @@ class Audit:
     by_block_size: tuple[tuple[int, float, int], ...]  # size, ceiling, tokens shorter than a block
     by_cache: tuple[tuple[int, float, int], ...]  # blocks, hit rate, tokens evicted and then needed
     by_route: tuple[
-        tuple[str, int, float, float], ...
+        tuple[str, int, float, float, float], ...
     ]  # route, replicas, ceiling, with `cache_blocks`
     cache_blocks: int
     enough_blocks: int  # for 95 % of the ceiling
