@@ -71,8 +71,10 @@ class LiveResult:
 def live_check(plan: LivePlan, say: Callable[[str], None]) -> LiveResult:
     """Serve the trace on the real engine `plan.repeats` times and compare with its prediction.
 
-    The engine is started once; its prefix cache is emptied before each repeat, and one is served first that
-    doesn't count. Raises UserError where profile, device and engine don't belong together.
+    On a CPU each repeat has an engine of its own: where an engine's memory happens to lie makes all its steps
+    some percent faster or slower, which is noise that the repeats must show. A GPU's engine is started once.
+    The prefix cache is emptied before each repeat, and a tenth is served first that doesn't count. Raises
+    UserError where profile, device and engine don't belong together.
     """
     name, calibration = read_profile(plan.profile)
     says = calibration.provenance
@@ -85,19 +87,20 @@ def live_check(plan: LivePlan, say: Callable[[str], None]) -> LiveResult:
         folder = Path(scratch)
         model_folder = write_model(config, folder / "model")
         say("starting vLLM")
+        args = engine_args(
+            model_folder,
+            plan.block_size,
+            on_cpu=on_cpu,
+            tensor_parallel_size=int(says.get("tensor_parallel_size") or 1),
+            kv_cache_gib=plan.kv_cache_gib,
+            flags={"dtype": says.get("dtype"), **plan.engine_flags},
+        )
+        temperature = float(says.get("temperature") or 0.0)
+        same = same_yardstick(says, plan.threads)
+        engines = 1 + (plan.repeats - 1 if on_cpu else 0)
         with Worker(python, env, folder) as worker:
             check_device(gpu, worker.hello, int(says.get("tensor_parallel_size") or 1))
-            args = engine_args(
-                model_folder,
-                plan.block_size,
-                on_cpu=on_cpu,
-                tensor_parallel_size=int(says.get("tensor_parallel_size") or 1),
-                kv_cache_gib=plan.kv_cache_gib,
-                flags={"dtype": says.get("dtype"), **plan.engine_flags},
-            )
-            started = worker.start(
-                args, float(says.get("temperature") or 0.0), same_yardstick(says, plan.threads)
-            )
+            started = worker.start(args, temperature, same)
             check_profile(calibration, worker.hello, started)
             limits = limits_of(started)
             if plan.model is not None and config != says.get("model_config"):
@@ -139,19 +142,28 @@ def live_check(plan: LivePlan, say: Callable[[str], None]) -> LiveResult:
                 "device": worker.hello["device"],
                 "clock": f"virtual, sum of step durations ({plan.clock} time)",
             }
-            measured: list[Measured] = []
             command = serve_command(trace, plan.clock)
-            for repeat in range(-1, plan.repeats):
-                what = "warming up" if repeat < 0 else f"repeat {repeat + 1} of {plan.repeats}"
-                served = trace if repeat >= 0 else None
-                if served is None:
-                    short = {**command, "requests": command["requests"][: max(1, len(trace) // 10)]}
-                    for message in worker.serve(short):
-                        _progress(message, what, say)
-                    continue
-                messages = _watched(worker.serve(command), what, say)
-                measured.append(build_run(trace, messages, started, about, provenance, tuple(said)))
+
+            def repeats(worker: Worker, which: range) -> list[Measured]:
+                short = {**command, "requests": command["requests"][: max(1, len(trace) // 10)]}
+                for message in worker.serve(short):
+                    _progress(message, "warming up", say)
+                found = []
+                for repeat in which:
+                    what = f"repeat {repeat + 1} of {plan.repeats}"
+                    messages = _watched(worker.serve(command), what, say)
+                    found.append(
+                        build_run(trace, messages, started, about, provenance, tuple(said))
+                    )
+                return found
+
+            measured = repeats(worker, range(plan.repeats - engines + 1))
             hello = worker.hello
+        for repeat in range(plan.repeats - engines + 1, plan.repeats):
+            say("starting vLLM")
+            with Worker(python, env, folder) as worker:
+                worker.start(args, temperature, same)
+                measured += repeats(worker, range(repeat, repeat + 1))
     predicted = replace(
         predicted,
         config=about,

@@ -6,6 +6,7 @@ Runs only in an environment with vLLM (0.19 to 0.32 share the hooks used here); 
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -294,9 +295,10 @@ class RecordedEngine:
         """One `LLMEngine.step()`: the steps it completed, usually one; none while a queue fills."""
         self.llm.step()
         end, cpu = time.perf_counter_ns(), time.process_time_ns()
-        own_ns = slowdown = 0.0
+        own_ns, own_cpu_ns, slowdown = 0, 0, 0.0
         if self.yardstick is not None:
-            own_ns, slowdown = self.yardstick.own_ns, self.yardstick.end()
+            own_ns, own_cpu_ns = self.yardstick.own_ns, self.yardstick.own_cpu_ns
+            slowdown = self.yardstick.end()
         done, self._done = self._done, []
         if done and self.on_cuda:
             self._torch.cuda.synchronize()
@@ -306,7 +308,7 @@ class RecordedEngine:
             total = end - max(self._last_end_ns, scheduled.start_ns)
             self._last_end_ns = end
             step = self._summarise(scheduled, emitted, finished, total, cpu)
-            steps.append(step if not slowdown else _at_best(step, round(own_ns), slowdown))
+            steps.append(step if not slowdown else _at_best(step, own_ns, own_cpu_ns, slowdown))
         if self.yardstick is not None:
             self._last_end_ns = time.perf_counter_ns()  # the yardstick's own time is nobody's
         return steps
@@ -361,7 +363,8 @@ class RecordedEngine:
         """Seconds of all linear layers, and of the output head, at several numbers of rows.
 
         The engine's own modules run one after the other with random input, so weights come from where they
-        come from in a step. Best of `repeats`, which are interleaved: other work only ever adds time.
+        come from in a step. `repeats` are interleaved. With a yardstick: the median at the undisturbed
+        machine's speed; without: the fastest, since other work only ever adds time.
         """
         from vllm.model_executor.layers.linear import LinearBase
 
@@ -372,7 +375,7 @@ class RecordedEngine:
         hidden = int(self.config.model_config.get_hidden_size())
         dtype = self.config.model_config.dtype
         device = next(model.parameters()).device
-        best: dict[int, list[float]] = {size: [float("inf"), float("inf")] for size in sizes}
+        seen: dict[int, list[tuple[float, float]]] = {size: [] for size in sizes}
         with torch.inference_mode():
             for _ in range(repeats):
                 for size in sizes:
@@ -380,23 +383,33 @@ class RecordedEngine:
                         width: torch.randn(size, width, dtype=dtype, device=device)
                         for width in {_input_width(module) for module in linears} | {hidden}
                     }
+                    # In a step all earlier work was of this size too; here the size before this one has left the
+                    # caches full of what is not needed: 1 row after 2,048 takes half as long again.
+                    _run_each(linears, inputs)
                     linear = self._timed(_run_each, linears, inputs)
+                    model.compute_logits(inputs[hidden])
                     head = self._timed(model.compute_logits, inputs[hidden])
-                    best[size] = [min(best[size][0], linear), min(best[size][1], head)]
+                    seen[size].append((linear, head))
+        typical = min if self.yardstick is None else statistics.median
         return {
             "rows": sizes,
-            "linear_s": [best[size][0] for size in sizes],
-            "head_s": [best[size][1] for size in sizes],
+            "linear_s": [typical(linear for linear, _ in seen[size]) for size in sizes],
+            "head_s": [typical(head for _, head in seen[size]) for size in sizes],
         }
 
     def _timed(self, work: Callable[..., Any], *args: Any) -> float:
         if self.on_cuda:
             self._torch.cuda.synchronize()
+        if self.yardstick is not None:
+            self.yardstick.begin()
         start = time.perf_counter_ns()
         work(*args)
         if self.on_cuda:
             self._torch.cuda.synchronize()
-        return (time.perf_counter_ns() - start) / 1e9
+        took_ns = time.perf_counter_ns() - start
+        if self.yardstick is not None:
+            took_ns = round((took_ns - self.yardstick.own_ns) / self.yardstick.end())
+        return took_ns / 1e9
 
     def forget(self) -> None:
         """Between two measurements: ids start anew, and the prefix cache is emptied."""
@@ -406,14 +419,14 @@ class RecordedEngine:
         self.llm.reset_prefix_cache()
 
 
-def _at_best(step: EngineStep, own_ns: int, slowdown: float) -> EngineStep:
+def _at_best(step: EngineStep, own_ns: int, own_cpu_ns: int, slowdown: float) -> EngineStep:
     """The step as it would have been on the undisturbed machine, without the yardstick's own time in it."""
     return replace(
         step,
         schedule_ns=round(step.schedule_ns / slowdown),
         device_ns=round((step.device_ns - own_ns) / slowdown),
         total_ns=round((step.total_ns - own_ns) / slowdown),
-        cpu_ns=round((step.cpu_ns - own_ns) / slowdown),
+        cpu_ns=max(0, round((step.cpu_ns - own_cpu_ns) / slowdown)),
         slowdown=round(slowdown, 5),
     )
 

@@ -11,12 +11,14 @@ apart as they were, 4.5 % by the matrix products alone, 15 % by Python alone, 2.
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
 ROWS = 16
 SHAPES = ((1536, 512), (512, 512), (3072, 512), (512, 1536))  # 6.8 MB of weights
 LOOPS = 2800  # of Python: about a sixth of the time
+COPIES = 4  # of the weights, in turn: where one set happens to lie in memory makes it 2-5 % slower or faster
 WARM_UP = 20
 EVERY_NS = 8_000_000  # within long steps: what goes on lasts some ten milliseconds
 REFERENCE_QUANTILE = 0.05  # near the fastest, but not one lucky run
@@ -34,13 +36,18 @@ class Yardstick:
 
         self._torch = torch
         generator = torch.Generator().manual_seed(0)
-        self._layers = [
-            (
-                torch.randn(ROWS, width, generator=generator).to(torch.bfloat16),
-                torch.randn(out, width, generator=generator).to(torch.bfloat16),
-            )
-            for out, width in SHAPES
-        ]
+        self._copies = itertools.cycle(
+            [
+                [
+                    (
+                        torch.randn(ROWS, width, generator=generator).to(torch.bfloat16),
+                        torch.randn(out, width, generator=generator).to(torch.bfloat16),
+                    )
+                    for out, width in SHAPES
+                ]
+                for _ in range(COPIES)
+            ]
+        )
         self.reference_ns = reference_ns
         self._seen_ns: list[int] = []
         for _ in range(WARM_UP):
@@ -65,6 +72,7 @@ class Yardstick:
 
     def _open(self) -> None:
         self.own_ns = 0  # time that the yardstick itself took since the stretch began
+        self.own_cpu_ns = 0  # less than that where another process had the core meanwhile
         self._work_ns = 0.0
         self._at_best_ns = 0.0
         self._since = time.perf_counter_ns()
@@ -82,7 +90,7 @@ class Yardstick:
         return slowdown
 
     def _lap(self) -> None:
-        start = time.perf_counter_ns()
+        start, cpu = time.perf_counter_ns(), time.process_time_ns()
         work = max(1, start - self._since)
         now_ns = self._run_ns()
         around = (self._last_ns + now_ns) / 2 / (self.reference_ns or now_ns)
@@ -91,13 +99,15 @@ class Yardstick:
         self._last_ns = now_ns
         self._since = time.perf_counter_ns()
         self.own_ns += self._since - start
+        self.own_cpu_ns += time.process_time_ns() - cpu
 
     def _run_ns(self) -> int:
         """CPU time of one run: a moment in which another process has the core says nothing about its speed."""
         linear: Any = self._torch.nn.functional.linear
+        layers = next(self._copies)
         with self._torch.inference_mode():
             start = time.thread_time_ns()
-            for rows, weights in self._layers:
+            for rows, weights in layers:
                 linear(rows, weights)
             total = 0
             for i in range(LOOPS):

@@ -187,11 +187,13 @@ def for_other_model(
     With `kernels`, the other model's matrix products timed on this device (and the measured model's own in
     `params`), these take the measured ones' place, and only what a step costs beside them is scaled: the
     fixed part by the number of layers (each launches the same kernels), the rest by layers x width.
-    Without, token work is scaled by the weights it reads. Attention goes by query heads x head size x
-    layers, the host's part stays.
+    Without, token work is scaled by the weights it reads. Attention of chunks goes by query heads x head
+    size x layers, that of decodes by KV heads x head size x layers: its time is that of reading the cache,
+    once for all query heads that share a KV head. The host's part stays.
     """
     layers = other.num_layers / measured.num_layers
     pairs = _attention_width(other) / _attention_width(measured)
+    cache = _cache_width(other) / _cache_width(measured)
     knots = [float(t) for t in params["tokens"]["tokens"]]
     seconds = [float(s) for s in params["tokens"]["seconds"]]
     per_seq = float(params["per_seq_s"])
@@ -224,7 +226,10 @@ def for_other_model(
         "per_chunk_s": params["per_chunk_s"] * layers,
         "per_mixed_step_s": params["per_mixed_step_s"] * layers,
         "attention": [
-            {k: v if k == "block_size" else v * pairs for k, v in row.items()}
+            {
+                k: v * (cache if k in _READS_CACHE else pairs) if k != "block_size" else v
+                for k, v in row.items()
+            }
             for row in params["attention"]
         ],
     }
@@ -254,5 +259,15 @@ def _linear_parameters(model: ModelSpec) -> int:
     return model.num_layers * (attention + 3 * model.hidden_size * model.intermediate_size)
 
 
+_READS_CACHE = (
+    "per_kv_token_s",
+    "per_uneven_token_s",
+)  # the terms of `Attention` that decodes have
+
+
 def _attention_width(model: ModelSpec) -> int:
     return model.num_attention_heads * model.head_size * model.num_layers
+
+
+def _cache_width(model: ModelSpec) -> int:
+    return model.num_kv_heads * model.head_size * model.num_layers

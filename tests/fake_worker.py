@@ -48,12 +48,14 @@ class FakeWorker:
     noise = 0.0
     wall_over_cpu = 1.0  # above 1: another process has the core meanwhile
     drift = 0.0  # each served run is slower than the one before it by this share
+    slower = 1.0
+    engines = 0
     after_scene: Callable[[int], None] | None = None  # called with the number of scenes so far
     scenes = 0
 
     def __init__(self, python: Path, env: dict[str, str], folder: Path) -> None:
         self.hello = dict(HELLO)
-        self._slower = 1.0
+        FakeWorker.engines += 1
         self._rng = np.random.default_rng(FakeWorker.scenes)
 
     def __enter__(self) -> FakeWorker:
@@ -131,7 +133,7 @@ class FakeWorker:
                 v2_model_runner=False,
             )
         )
-        self._slower *= 1 + self.drift
+        FakeWorker.slower *= 1 + self.drift
         now = sent = index = 0
         began = time.monotonic()
         while sent < len(requests) or scheduler.has_unfinished_requests():
@@ -180,7 +182,7 @@ class FakeWorker:
         )
         device = round(
             imagined_seconds(shape)
-            * self._slower
+            * self.slower
             * (1 + self.noise * self._rng.standard_normal())
             * 1e9
         )

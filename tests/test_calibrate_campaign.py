@@ -32,6 +32,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> type[FakeWorker]:
     for name, value in (
         ("noise", 0.0),
         ("drift", 0.0),
+        ("slower", 1.0),
+        ("engines", 0),
         ("wall_over_cpu", 1.0),
         ("after_scene", None),
         ("scenes", 0),
@@ -53,10 +55,10 @@ def quiet(*_: object) -> None:
 
 def test_a_profile_comes_out_and_knows_its_error(machine: type[FakeWorker], tmp_path: Path) -> None:
     machine.noise = 0.01
-    outcome = calibrate(plan(tmp_path / "p.json", 2.0), quiet)
+    outcome = calibrate(plan(tmp_path / "p.json", 5.0), quiet)
     assert outcome.calibration is not None
     quality = outcome.calibration.quality
-    # How much fits into two seconds depends on the host.
+    # How much fits into five seconds depends on the host.
     assert quality["held_out"] > 0
     assert quality["held_out_error"]["median_abs_pct"] < 5
     assert abs(quality["held_out_error"]["bias_pct"]) < 5
@@ -215,6 +217,20 @@ def test_repeats_far_apart_are_doubted(profile: Path, machine: type[FakeWorker])
     machine.drift = 0.1
     check = live_check(spot(profile, clock="cpu"), quiet).check
     assert any("between the repeats" in sentence for sentence in check.complaints)
+
+
+def test_each_repeat_on_a_cpu_has_an_engine_of_its_own(
+    profile: Path, machine: type[FakeWorker]
+) -> None:
+    machine.engines = 0
+    assert len(live_check(spot(profile), quiet).measured) == machine.engines == 3
+
+
+def test_a_cpu_with_time_for_it_is_measured_with_two_engines_per_block_size() -> None:
+    minutes = replace(plan(Path("p.json"), 300.0), block_sizes=(32, 128))
+    assert campaign._rounds(minutes) == 2
+    assert campaign._rounds(replace(minutes, budget_s=200.0)) == 1
+    assert campaign._rounds(replace(minutes, gpu=find_gpu("a100"))) == 1
 
 
 def test_two_repeats_are_too_few_to_know_the_noise(profile: Path) -> None:

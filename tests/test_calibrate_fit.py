@@ -219,6 +219,20 @@ def test_a_model_twice_as_deep_takes_twice_as_long_on_the_device() -> None:
     assert other.host_seconds(shape) == ours.host_seconds(shape)
 
 
+def test_decodes_of_a_model_with_a_quarter_of_the_kv_heads_read_a_quarter_of_the_cache() -> None:
+    from dataclasses import replace
+
+    tiny = load_model("tiny")
+    wide = replace(tiny, num_kv_heads=tiny.num_attention_heads)
+    narrow = replace(wide, num_kv_heads=wide.num_kv_heads // 4)
+    params = _params()
+    there = for_other_model(params, wide, narrow)
+    for before, after in zip(params["attention"], there["attention"], strict=True):
+        assert after["per_kv_token_s"] == pytest.approx(before["per_kv_token_s"] / 4)
+        # A chunk's query-key pairs are as many as there are query heads, whoever shares the keys.
+        assert after["per_pair_s"] == pytest.approx(before["per_pair_s"])
+
+
 def test_with_timed_kernels_only_the_rest_is_scaled() -> None:
     from dataclasses import replace
 

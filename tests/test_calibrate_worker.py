@@ -63,3 +63,24 @@ def test_the_environment_is_offline_and_single_threaded(monkeypatch: pytest.Monk
     on_gpu = worker_environment(1, on_cpu=False)
     assert on_gpu["PYTHONPATH"] == "/elsewhere", "a CUDA vLLM may live there"
     assert on_gpu.get("OMP_NUM_THREADS") == os.environ.get("OMP_NUM_THREADS")
+
+
+def test_a_yardstick_that_waited_for_the_core_leaves_no_step_with_negative_cpu_time() -> None:
+    from vsim.calibrate.record_engine import EngineStep, _at_best
+
+    nothing: list[int] = []
+    step = EngineStep(
+        *[nothing] * 8,
+        running=1,
+        waiting=0,
+        kv_blocks_used=1,
+        schedule_ns=1_000,
+        device_ns=30_000_000,
+        total_ns=32_000_000,
+        cpu_ns=12_000_000,
+    )
+    # Another process had the core for most of the yardstick's 20 ms.
+    best = _at_best(step, own_ns=20_000_000, own_cpu_ns=2_000_000, slowdown=1.25)
+    assert best.total_ns == pytest.approx(12e6 / 1.25)
+    assert best.cpu_ns == pytest.approx(10e6 / 1.25)
+    assert _at_best(step, 20_000_000, 13_000_000, 1.0).cpu_ns == 0
