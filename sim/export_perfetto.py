@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,9 @@ def render_perfetto(run: Run, start_s: float = 0.0, end_s: float | None = None) 
 
     Only what touches [start_s, end_s] is written. Steps are slices of process 1 (a second lane where steps
     of a batch queue overlap), running, waiting and KV usage are counters there; every request is a nested
-    asynchronous slice of process 2: queued, prefill, decode. Raises UserError for more than two million
-    events: name a shorter stretch.
+    asynchronous slice of process 2: queued, prefill, decode. A request takes the first lane that is free
+    when it is sent: as many lanes as requests were in flight at once, not as many as there are requests.
+    Raises UserError for more than two million events: name a shorter stretch.
     """
     if end_s is not None and end_s <= start_s:
         raise UserError(f"--to {end_s:g} must be after --from {start_s:g}")
@@ -52,8 +54,40 @@ def _events(run: Run, step_rows: Any, request_rows: Any) -> Iterator[dict[str, A
     yield from _names(STEPS_PID, "engine")
     yield from _names(REQUESTS_PID, "requests")
     yield from _step_events(run, step_rows)
-    for row in request_rows.tolist():
-        yield from _request_events(run, row)
+    named: set[int] = set()
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for row, out, back in () if run.preemption_spans is None else run.preemption_spans.tolist():
+        spans.setdefault(row, []).append((out, back))
+    for row, lane in _lanes(run, request_rows):
+        scope = {"pid": REQUESTS_PID, "tid": 1, "cat": "request", "id2": {"local": f"{lane:#x}"}}
+        if lane not in named:
+            # Viewers call a lane by its first event, and sort lanes by that name.
+            named.add(lane)
+            sent = int(run.requests["sent_ns"][row]) / 1e3
+            yield {"ph": "n", **scope, "ts": sent, "name": f"lane {lane:05d}"}
+        yield from _request_events(run, row, scope, spans.get(row, ()))
+
+
+def _lanes(run: Run, rows: Any) -> Iterator[tuple[int, int]]:
+    """(row, lane from 1) in order of sending; a lane is free once its last request has ended."""
+    sent = run.requests["sent_ns"]
+    free: list[int] = []
+    taken: list[tuple[int, int]] = []  # end in ns, lane
+    count = 0
+    for row in rows[np.argsort(sent[rows], kind="stable")].tolist():
+        while taken and taken[0][0] < sent[row]:
+            heapq.heappush(free, heapq.heappop(taken)[1])
+        if not free:
+            count += 1
+            free.append(count)
+        lane = heapq.heappop(free)
+        heapq.heappush(taken, (_end_ns(run, row), lane))
+        yield row, lane
+
+
+def _end_ns(run: Run, row: int) -> int:
+    end = int(run.requests["finish_ns"][row])
+    return max(int(run.requests["sent_ns"][row]), run.end_ns) if end < 0 else end
 
 
 def _names(pid: int, name: str) -> Iterator[dict[str, Any]]:
@@ -67,10 +101,18 @@ def _step_events(run: Run, rows: Any) -> Iterator[dict[str, Any]]:
     usable = max(1, run.num_gpu_blocks)
     for i, replica in enumerate(replicas):
         start, end = steps["start_ns"][i], steps["end_ns"][i]
+        suffix = "" if "replica" not in steps else f" {replica}"
         free = lanes.setdefault(replica, [])
         lane = next((n for n, until in enumerate(free) if until <= start), len(free))
         if lane == len(free):
             free.append(0)
+            yield {
+                "ph": "M",
+                "pid": STEPS_PID,
+                "tid": 1 + 16 * replica + lane,
+                "name": "thread_name",
+                "args": {"name": f"steps{suffix}{f', lane {lane + 1}' if lane else ''}"},
+            }
         free[lane] = max(end, start)
         prefill, decodes = steps["prefill_tokens"][i], steps["decodes"][i]
         kind = "mixed" if prefill and decodes else "prefill" if prefill else "decode"
@@ -90,7 +132,6 @@ def _step_events(run: Run, rows: Any) -> Iterator[dict[str, Any]]:
                 "preempted": steps["preempted"][i],
             },
         }
-        suffix = "" if "replica" not in steps else f" {replica}"
         for name, values in (
             (f"requests{suffix}", {"running": steps["running"][i], "waiting": steps["waiting"][i]}),
             (f"KV cache %{suffix}", {"used": round(steps["kv_blocks_used"][i] / usable * 100, 3)}),
@@ -108,12 +149,13 @@ def _step_events(run: Run, rows: Any) -> Iterator[dict[str, Any]]:
             }
 
 
-def _request_events(run: Run, row: int) -> Iterator[dict[str, Any]]:
+def _request_events(
+    run: Run, row: int, scope: dict[str, Any], spans: Sequence[tuple[int, int]]
+) -> Iterator[dict[str, Any]]:
     columns = run.requests
     status = int(columns["status"][row])
     sent = int(columns["sent_ns"][row])
-    end = int(columns["finish_ns"][row])
-    end = max(sent, run.end_ns) if end < 0 else end
+    end = _end_ns(run, row)
     name = f"request {int(columns['request'][row])}"
     args: dict[str, Any] = {
         "prompt_tokens": int(columns["prompt_tokens"][row]),
@@ -128,8 +170,7 @@ def _request_events(run: Run, row: int) -> Iterator[dict[str, Any]]:
     reason = int(columns["reason"][row])
     if status == REJECTED and 0 <= reason < len(run.reasons):
         args["reason"] = plain(run.reasons[reason])
-    common = {"pid": REQUESTS_PID, "tid": 1, "cat": "request", "id": row}
-    yield {"ph": "b", **common, "ts": sent / 1e3, "name": name, "args": args}
+    yield {"ph": "b", **scope, "ts": sent / 1e3, "name": name, "args": args}
     scheduled, first = (int(columns[f"{c}_ns"][row]) for c in ("first_scheduled", "first_token"))
     if status == FINISHED or scheduled >= 0:
         marks = [("queued", sent, scheduled), ("prefill", scheduled, first), ("decode", first, end)]
@@ -137,8 +178,13 @@ def _request_events(run: Run, row: int) -> Iterator[dict[str, Any]]:
             if began < 0:
                 break
             until = end if stopped < 0 else stopped
-            yield {"ph": "b", **common, "ts": began / 1e3, "name": phase}
-            yield {"ph": "e", **common, "ts": until / 1e3, "name": phase}
+            yield {"ph": "b", **scope, "ts": began / 1e3, "name": phase}
+            for out, back in spans:
+                inside = max(out, began), min(back, until)
+                if inside[0] < inside[1]:
+                    yield {"ph": "b", **scope, "ts": inside[0] / 1e3, "name": "preempted"}
+                    yield {"ph": "e", **scope, "ts": inside[1] / 1e3, "name": "preempted"}
+            yield {"ph": "e", **scope, "ts": until / 1e3, "name": phase}
             if stopped < 0:
                 break
-    yield {"ph": "e", **common, "ts": end / 1e3, "name": name}
+    yield {"ph": "e", **scope, "ts": end / 1e3, "name": name}

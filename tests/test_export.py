@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import re
@@ -166,20 +167,40 @@ def test_perfetto_slices_of_a_lane_never_overlap() -> None:
 
 def test_perfetto_requests_nest_and_their_phases_fill_them() -> None:
     run = random_run(100, 300)
-    stacks: dict[int, list[tuple[str, float]]] = defaultdict(list)
-    spans: dict[int, dict[str, float]] = defaultdict(dict)
+    rows = np.flatnonzero(run.requests["finish_ns"] - run.requests["first_scheduled_ns"] > 20 * MS)
+    out = run.requests["first_scheduled_ns"][rows] + 5 * MS
+    run = dataclasses.replace(
+        run, preemption_spans=np.stack([rows, out, out + 10 * MS], axis=1).astype(np.int64)
+    )
+    stacks: dict[str, list[tuple[str, float]]] = defaultdict(list)
+    spans: dict[str, dict[str, float]] = defaultdict(dict)
+    ended: dict[str, float] = defaultdict(lambda: -1.0)
     for event in events(run):
         if event["ph"] == "b":
-            stacks[event["id"]].append((event["name"], event["ts"]))
+            stack = stacks[event["id2"]["local"]]
+            # One request at a time in a lane, and in no lane anything before the last thing's end.
+            assert (not stack) == event["name"].startswith("request ")
+            stack.append((event["name"], event["ts"]))
         elif event["ph"] == "e":
-            name, began = stacks[event["id"]].pop()
+            lane = event["id2"]["local"]
+            name, began = stacks[lane].pop()
             assert name == event["name"] and event["ts"] >= began
-            spans[event["id"]][name] = event["ts"] - began
+            if not stacks[lane]:
+                assert began > ended[lane]
+                ended[lane] = event["ts"]
+            if name != "preempted":
+                spans[(stacks[lane] or [(name, began)])[0][0]][name] = event["ts"] - began
     assert not any(stacks.values())
-    for row, phases in spans.items():
-        whole = phases.pop(f"request {row}")
+    assert len(spans) == 100
+    for request, phases in spans.items():
+        whole = phases.pop(request)
         if phases:
             assert sum(phases.values()) == pytest.approx(whole)
+    most = max(
+        int(((run.requests["sent_ns"] <= at) & (run.requests["finish_ns"] >= at)).sum())
+        for at in run.requests["sent_ns"].tolist()
+    )
+    assert len(stacks) == most  # as many lanes as were in flight at once
 
 
 def test_perfetto_shows_a_stretch() -> None:
@@ -204,12 +225,16 @@ def keeps_the_rules(event: dict[str, Any]) -> None:
         "X": {"name", "cat", "pid", "tid", "ts", "dur", "args"},
         "C": {"name", "pid", "ts", "args"},
         "i": {"name", "pid", "tid", "ts", "s", "args"},
-        "b": {"name", "cat", "pid", "tid", "ts", "id"},
-        "e": {"name", "cat", "pid", "tid", "ts", "id"},
+        "b": {"name", "cat", "pid", "tid", "ts", "id2"},
+        "e": {"name", "cat", "pid", "tid", "ts", "id2"},
+        "n": {"name", "cat", "pid", "tid", "ts", "id2"},
     }[event["ph"]]
-    assert needed <= set(event) <= needed | {"ph", "args"}
+    allowed = needed | {"ph", "args"} | ({"tid"} if event["ph"] == "M" else set())
+    assert needed <= set(event) <= allowed
+    if event["ph"] in "ben":
+        assert int(event["id2"]["local"], 16) > 0
     assert isinstance(event["name"], str) and event["name"]
-    for key in ("pid", "tid", "id"):
+    for key in ("pid", "tid"):
         assert type(event.get(key, 0)) is int and event.get(key, 0) >= 0
     assert isinstance(event.get("ts", 0), number) and event.get("ts", 0) >= 0
     assert isinstance(event.get("dur", 0), number) and event.get("dur", 0) >= 0
