@@ -6,6 +6,8 @@ import dataclasses
 import io
 import json
 import re
+import shutil
+import subprocess
 import xml.etree.ElementTree as ET
 from collections import defaultdict
 from pathlib import Path
@@ -69,6 +71,27 @@ def test_openmetrics_passes_prometheus_own_parser() -> None:
             family.name for family in parser.text_string_to_metric_families("\n".join(kept) + "\n")
         }
         assert {"vllm:num_requests_running", "vllm:time_to_first_token_seconds"} <= families
+
+
+def test_promtool_makes_blocks_of_every_sample(tmp_path: Path) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("needs promtool (Debian: the package prometheus)")
+    fleet = random_run(200, 800)
+    fleet.steps["replica"] = (np.arange(800) % 4).astype(np.int32)
+    fleet.requests["replica"] = (np.arange(200) % 4).astype(np.int32)
+    for name, run in (("evil", evil_run()), ("fleet", fleet), ("one", random_run(1, 2))):
+        text = exposition(run, start_time=1_750_000_000)
+        file = tmp_path / f"{name}.om"
+        file.write_text(text, encoding="utf-8")
+        made = subprocess.run(
+            [promtool, "tsdb", "create-blocks-from", "openmetrics", file, tmp_path / name],
+            capture_output=True, text=True, check=False, timeout=120,
+        )  # fmt: skip
+        assert made.returncode == 0, made.stderr
+        blocks = [json.loads(meta.read_text()) for meta in tmp_path.glob(f"{name}/*/meta.json")]
+        given = sum(len(moments) for moments in samples(text).values())
+        assert sum(block["stats"]["numSamples"] for block in blocks) == given > 0
 
 
 def test_openmetrics_keeps_families_and_moments_together_and_time_ascending() -> None:
