@@ -280,8 +280,12 @@ class Replica:
             or step.swapped_out
             or step.ignored
             or launched.ended_transfers
-            # A copy that ended with a later step is news once that one completes.
-            or any(other.step.requests or other.ended_transfers for other in in_flight)
+            # A copy that ended with a later step, or blocks that it took from somebody, are news once that
+            # one completes.
+            or any(
+                other.step.requests or other.step.preempted or other.ended_transfers
+                for other in in_flight
+            )
         ):
             self._vain_steps = 0
             return False

@@ -234,3 +234,13 @@ def test_the_bill_counts_replica_seconds() -> None:
     assert mean_replicas(run, 2) == Fraction(110, 60)
     told = bill(run, summarize(run), None, "A100-80GB", 4 * mean_replicas(run, 2), 2)
     assert told["gpu_hours"] == pytest.approx(4 * 110 / 3600)
+
+
+def test_the_way_up_starts_from_what_there_was_before_it_went_down() -> None:
+    """horizontal.go calculateScaleUpLimitWithScalingRules: replicas deleted within the period count back in."""
+    spec = Autoscale(1, 20, 1.0, scale_down_window_s=0.0, max_up_pods=1, max_up_percent=0.0)
+    scaler = Autoscaler(spec)
+    assert scaler.decide(0.0, 5, [0.5] * 5, 0) == 3
+    assert scaler.decide(1.0, 3, [3.0] * 3, 0) == 6
+    # 15 s later both changes are forgotten: one more than there are.
+    assert scaler.decide(30.0, 6, [3.0] * 6, 0) == 7

@@ -53,7 +53,7 @@ class Autoscaler:
 
     spec: Autoscale
     _recommended: list[tuple[float, int]] = field(default_factory=list)  # (when, replicas)
-    _added: list[tuple[float, int]] = field(default_factory=list)
+    _changed: list[tuple[float, int]] = field(default_factory=list)  # (when, more or fewer)
 
     def decide(
         self, now_s: float, current: int, ready: Sequence[float | None], unready: int
@@ -72,8 +72,8 @@ class Autoscaler:
         if spec.rule == "hpa":
             wanted = min(wanted, self._most(now_s, current))
         wanted = max(spec.min_replicas, min(spec.max_replicas, wanted))
-        if wanted > current:
-            self._added.append((now_s, wanted - current))
+        if wanted != current:
+            self._changed.append((now_s, wanted - current))
         return wanted
 
     def _by_ratio(self, current: int, ready: Sequence[float | None], unready: int) -> int:
@@ -127,10 +127,10 @@ class Autoscaler:
 
     def _most(self, now_s: float, current: int) -> int:
         """Most replicas that the policies for going up allow now: the more generous of the two."""
-        self._added = [a for a in self._added if a[0] > now_s - POLICY_PERIOD_S]
-        before = current - sum(count for _, count in self._added)
+        self._changed = [c for c in self._changed if c[0] > now_s - POLICY_PERIOD_S]
+        before = current - sum(count for _, count in self._changed)
         by_percent = _ceil(before * (1 + self.spec.max_up_percent / 100))
-        return max(before + self.spec.max_up_pods, by_percent)
+        return max(current, before + self.spec.max_up_pods, by_percent)
 
 
 def _ceil(value: float) -> int:

@@ -34,25 +34,30 @@ def replicas_over_time(
     first = run.config.get("fleet", {}).get("replicas", 1)
     open_, paid = set(range(first)), set(range(first))
     draining: set[int] = set()
+    down: set[int] = set()
     rows = [(np.iinfo(np.int64).min, len(open_), len(paid))]
     for event in run.events:
         number = event.replica
         if event.kind == "replica_asked_for":
             paid.add(number)
         elif event.kind == "replica_gone":
-            paid.discard(number)
-            open_.discard(number)
-            draining.discard(number)
+            for those in (paid, open_, draining, down):
+                those.discard(number)
         elif event.kind in ("replica_down", "replica_leaves"):
             open_.discard(number)
+            if event.kind == "replica_down":
+                down.add(number)
         elif event.kind == "drain_begins":
             draining.add(number)
             open_.discard(number)
         elif event.kind == "drain_ends":
             draining.discard(number)
-            open_.add(number)
-        elif event.kind in ("replica_up", "replica_ready") and number not in draining:
-            open_.add(number)
+            if number not in down:
+                open_.add(number)
+        elif event.kind in ("replica_up", "replica_ready"):
+            down.discard(number)
+            if number not in draining:
+                open_.add(number)
         rows.append((event.at_ns, len(open_), len(paid)))
     at, serving, counted = np.array(rows, dtype=np.int64).T
     return at, serving, counted
