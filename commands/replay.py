@@ -203,7 +203,7 @@ def replay(
     from vsim.sim.stability import stability, stability_lines
     from vsim.sim.summary import summarize, summary_json
     from vsim.sim.table import render_table
-    from vsim.sim.text import plain
+    from vsim.sim.text import wrapped
     from vsim.traces.readers import read_trace
 
     if out is not None:
@@ -295,20 +295,20 @@ def replay(
         click.echo(summary_json(summary), nl=False)
         return
     for line in _heading(deployment, step_model, requests, replicas, route):
-        click.echo(plain(line))
+        click.echo("\n".join(wrapped(line, "  ")))
     click.echo(render_table(summary))
     if "advice" in summary:
         from vsim.sim.advice_stored import advice_text
 
         click.echo(advice_text(summary))
     for line in stability_lines(summary["stability"]):
-        click.echo(line)
+        click.echo("\n".join(wrapped(line)))
     if run.ended_early:
-        click.echo(f"The run ended early: {run.ended_early}")
+        click.echo("\n".join(wrapped(f"The run ended early: {run.ended_early}")))
     if run.assumptions:
         click.echo("Assumptions:")
         for sentence in run.assumptions:
-            click.echo(f"- {plain(sentence)}")
+            click.echo("\n".join(wrapped(f"- {sentence}", "  ")))
     if out is not None:
         click.echo(f"Wrote {out}{'/report.html' if report else ''}")
 

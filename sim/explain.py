@@ -24,7 +24,7 @@ import numpy.typing as npt
 from vsim.errors import UserError
 from vsim.sim.run import FINISHED, STATUS_NAMES, Run
 from vsim.sim.summary import setting
-from vsim.sim.text import percent, plain
+from vsim.sim.text import percent, plain, reason
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -263,8 +263,8 @@ def explain_request(run: Run, request: int) -> Explanation:
     row = int(found[0])
     status = int(run.requests["status"][row])
     if status != FINISHED:
-        reason = int(run.requests["reason"][row])
-        why = f": {plain(run.reasons[reason])}" if 0 <= reason < len(run.reasons) else ""
+        code = int(run.requests["reason"][row])
+        why = f": {reason(run.reasons[code])}" if 0 <= code < len(run.reasons) else ""
         raise UserError(f"request {request} did not finish; it was {STATUS_NAMES[status]}{why}")
     tokens = (int(run.requests[f"{side}_tokens"][row]) for side in ("prompt", "output"))
     title = "request {}, {:,} prompt and {:,} output tokens".format(request, *tokens)

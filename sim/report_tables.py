@@ -14,7 +14,7 @@ from vsim.sim.report_svg import esc
 from vsim.sim.run import Run
 from vsim.sim.summary import interval
 from vsim.sim.table import LATENCIES
-from vsim.sim.text import number, percent, short
+from vsim.sim.text import number, percent, reason, short
 
 MAX_TENANTS = 20
 MAX_REPLICAS = 64
@@ -202,7 +202,7 @@ def anomalies_table(found: Sequence[Anomaly]) -> str:
 
 def reasons_table(summary: Mapping[str, Any]) -> str:
     """Rejected requests by reason; empty text if there are none."""
-    rows = [(reason, number(count)) for reason, count in summary["rejected_reasons"].items()]
+    rows = [(reason(code), number(count)) for code, count in summary["rejected_reasons"].items()]
     return two_columns(rows) if rows else ""
 
 

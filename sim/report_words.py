@@ -11,7 +11,7 @@ import numpy.typing as npt
 from vsim.sim import metrics, timeline
 from vsim.sim.run import Run
 from vsim.sim.summary import setting
-from vsim.sim.text import duration, number, percent, short
+from vsim.sim.text import duration, number, percent, reason, short
 
 FULL = 0.9  # of the KV blocks: a waiting prompt, which must fit whole, often doesn't
 
@@ -31,12 +31,10 @@ def paragraph(run: Run, summary: Mapping[str, Any], clock: timeline.StepClock) -
     if summary["preemptions"]:
         sentences.append(_preemptions(run, summary))
     if summary["rejected_reasons"]:
-        reason, count = next(iter(summary["rejected_reasons"].items()))
+        code, count = next(iter(summary["rejected_reasons"].items()))
         total = sum(summary["rejected_reasons"].values())
         other = "" if count == total else f" (most often, {number(count)} times)"
-        # Codes such as rejected_too_long read as words here; the tables show them as they are.
-        spoken = reason.removeprefix("rejected_").replace("_", " ") if " " not in reason else reason
-        sentences.append(f"{_requests(total)} rejected{other}: {spoken}.")
+        sentences.append(f"{_requests(total)} rejected{other}: {reason(code)}.")
     if summary["ended_early"]:
         sentences.append(f"The run ended early: {summary['ended_early']}.")
     return sentences

@@ -10,7 +10,7 @@ from vsim.sim.bill import bill_rows
 from vsim.sim.metrics import percentile_word
 from vsim.sim.replica_spread import spread_lines
 from vsim.sim.summary import interval
-from vsim.sim.text import number, percent, plain, short
+from vsim.sim.text import number, percent, plain, reason, short
 
 WIDTH = 66
 _VALUE = 24  # columns for the value, right of the label
@@ -40,8 +40,8 @@ def render_table(summary: Mapping[str, Any]) -> str:
     lines += fleet_lines(summary)
     if summary["rejected_reasons"]:
         lines.append(_title("Rejected Requests", "-"))
-        for reason, count in summary["rejected_reasons"].items():
-            lines += _wrapped(f"{number(count)} x {plain(reason)}")
+        for code, count in summary["rejected_reasons"].items():
+            lines += _wrapped(f"{number(count)} x {reason(code)}")
     lines.append("=" * WIDTH)
     return "\n".join(lines) + "\n"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import unicodedata
 from typing import Any
 
@@ -14,6 +15,32 @@ def plain(value: Any) -> str:
     return "".join(
         "�" if unicodedata.category(letter) in {"Cc", "Cf", "Cs"} else letter
         for letter in str(value)
+    )
+
+
+# What a run's own codes mean (`sim/front_end.py`, `sim/fleet/spec.py`).
+REASONS = {
+    "rejected_too_long": "longer than max_model_len allows",
+    "rejected_queue_full": "the replica's queue was full",
+    "rejected_max_num_queued_reqs": "max_num_queued_reqs was reached",
+    "rejected_max_num_queued_tokens": "max_num_queued_tokens was reached",
+    "rejected_fleet_queue_full": "the fleet's queue was full",
+    "rejected_no_replica": "there was no replica to send it to",
+    "rejected_tenant_in_flight": "the tenant had as many in flight as it may",
+    "rejected_tenant_tokens": "the tenant's tokens were used up",
+    "aborted_replica_failed": "the replica failed",
+}
+
+
+def reason(code: str) -> str:
+    """Why a request was rejected or aborted, in words; what is no code of vsim's stays as it is."""
+    return REASONS.get(code, plain(code))
+
+
+def wrapped(text: str, indent: str = "") -> list[str]:
+    """`text` in lines of at most 80 columns, words in one piece; `indent` begins all but the first."""
+    return textwrap.wrap(
+        plain(text), 80, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
     )
 
 

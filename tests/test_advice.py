@@ -294,6 +294,23 @@ def test_progress_is_for_a_terminal_and_leaves_no_escape_in_a_pipe(
         assert err == ""
 
 
+def test_what_replay_prints_fits_80_columns_and_says_reasons_in_words(tmp_path: Path) -> None:
+    trace = chats(40)
+    prompts = trace.prompt_tokens.copy()
+    prompts[7] = 9000
+    file = tmp_path / f"{'a-long-name-' * 6}.jsonl"
+    write_trace(dataclasses.replace(trace, prompt_tokens=prompts), file)
+    done = CliRunner().invoke(
+        replay_command,
+        [str(file), "--model", MODEL, "--gpu", GPU, "--max-model-len", "4096", "--replicas", "2", "--advise"],
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    words = [line for line in done.output.splitlines() if file.name not in line]
+    assert max(map(len, words)) <= 80
+    assert "1 x longer than max_model_len allows" in words
+    assert "rejected_too_long" not in done.output
+
+
 def test_a_stored_run_is_advised_upon_later_with_its_trace(tmp_path: Path) -> None:
     trace = chats(rate=6)
     write_trace(trace, tmp_path / "t.jsonl")

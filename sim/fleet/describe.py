@@ -10,7 +10,7 @@ import numpy as np
 
 from vsim.sim import metrics
 from vsim.sim.run import ABORTED, FINISHED, REJECTED, Run
-from vsim.sim.text import number, plain, short
+from vsim.sim.text import number, plain, reason, short
 
 MAX_TENANTS = 8
 MAX_EVENTS = 12  # shown in the table; summary.json has all
@@ -133,7 +133,7 @@ def fleet_rows(s: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "lost_tokens" in s:
         rows.append(("Tokens computed for nothing (failures):", number(s["lost_tokens"])))
         rows.append(("  of them said and lost:", number(s["lost_output_tokens"])))
-    rows += [(f"{plain(why)}:", number(count)) for why, count in s["aborted_reasons"].items()]
+    rows += [(f"{reason(why)}:", number(count)) for why, count in s["aborted_reasons"].items()]
     return rows
 
 
