@@ -46,14 +46,14 @@ class Fit:
 
 
 @dataclass(slots=True)
-class _Equations:
+class Equations:
     """rows . coefficients = goal, each with its noise `sigma`."""
 
     rows: list[FloatArray] = field(default_factory=list)
     goal: list[float] = field(default_factory=list)
     sigma: list[float] = field(default_factory=list)
 
-    def add(self, other: _Equations) -> None:
+    def add(self, other: Equations) -> None:
         self.rows += other.rows
         self.goal += other.goal
         self.sigma += other.sigma
@@ -77,7 +77,7 @@ def fit_first(
     learned = frontend_seconds(case, visible)
     frontend_s = frontend_s if learned is None else learned
     pieces = [(part, int((rows < visible).sum())) for part, rows in parts(case, prior, frontend_s)]
-    widths = PRIOR_WIDTH.get(kind, OTHER_PRIOR_WIDTH) * _worth(prior, pieces[0][0].ranks)
+    widths = PRIOR_WIDTH.get(kind, OTHER_PRIOR_WIDTH) * worth(prior, pieces[0][0].ranks)
     coefficients = Coefficients()
     trail = []
     used = requests = conflicts = 0
@@ -86,9 +86,9 @@ def fit_first(
     for turn in range(ROUNDS):
         progress(f"fit: round {turn + 1} of {ROUNDS}")
         model = CorrectedStepModel(prior, coefficients)
-        near, whole, conflicts = _Equations(), _Equations(), 0
+        near, whole, conflicts = Equations(), Equations(), 0
         for part, seen in pieces:
-            found, against = _interval_equations(part, prior, model, seen, frontend_s)
+            found, against = interval_equations(part, prior, model, seen, frontend_s)
             near.add(found)
             conflicts += against
             # One run's request equations say much the same: their noise grows with their number.
@@ -138,11 +138,11 @@ def robust_ridge(
     return solution, float(np.median(residual)), covariance
 
 
-def _terms(shapes: Sequence[StepShape]) -> tuple[float, ...]:
+def step_terms(shapes: Sequence[StepShape]) -> tuple[float, ...]:
     return group_features(shapes)[: len(TERMS)]
 
 
-def _worth(prior: StepModel, ranks: int) -> FloatArray:
+def worth(prior: StepModel, ranks: int) -> FloatArray:
     """What each term is worth in the prior at an ordinary step, in seconds per unit."""
 
     def seconds(shape: StepShape) -> float:
@@ -155,20 +155,28 @@ def _worth(prior: StepModel, ranks: int) -> FloatArray:
     return np.array([decode, decode, prompt, max((longer - decode) / (n * context), 1e-10)])
 
 
-def _interval_equations(
-    case: Case, prior: StepModel, model: StepModel, visible: int, frontend_s: float
-) -> tuple[_Equations, int]:
-    """(times between near stamps, how many stamps contradicted the schedule)."""
+def interval_equations(
+    case: Case,
+    prior: StepModel,
+    model: StepModel,
+    visible: int,
+    frontend_s: float,
+    stamps_only: bool = False,
+) -> tuple[Equations, int]:
+    """(times between near stamps, how many stamps contradicted the schedule).
+
+    `stamps_only` leaves out what begins with an arrival: where `frontend_s` is not known, it says nothing.
+    """
     followed = follow(case, lambda shapes: lockstep_seconds(model, shapes), visible, frontend_s)
-    found = _Equations()
+    found = Equations()
     for interval in followed.intervals:
-        if len(interval.steps) > MAX_STEPS:
+        if len(interval.steps) > MAX_STEPS or (stamps_only and interval.from_idle):
             continue
         expected = sum(lockstep_seconds(prior, shapes) for shapes in interval.steps)
         so_far = sum(lockstep_seconds(model, shapes) for shapes in interval.steps)
         if not 0.6 < interval.measured_s / so_far < 1.6:
             continue  # a step too many or too few, or the engine's first steps, which warm it up
-        found.rows.append(np.sum([_terms(shapes) for shapes in interval.steps], axis=0))
+        found.rows.append(np.sum([step_terms(shapes) for shapes in interval.steps], axis=0))
         found.goal.append(interval.measured_s - expected)
         found.sigma.append(STEP_NOISE * expected / float(np.sqrt(len(interval.steps))))
     return found, followed.conflicts
@@ -176,15 +184,15 @@ def _interval_equations(
 
 def _request_equations(
     case: Case, prior: StepModel, model: StepModel, visible: int, frontend_s: float
-) -> _Equations:
+) -> Equations:
     """Each request's time from first to last token, over the steps of a free run."""
     run = predict_part(case, model, frontend_s, stop_after_first=visible)
     ends = np.array([wave.end_ns for wave in run.waves])
     seconds = np.cumsum([0.0, *(lockstep_seconds(prior, wave.shapes) for wave in run.waves)])
     terms = np.vstack(
-        [np.zeros(len(TERMS)), np.cumsum([_terms(wave.shapes) for wave in run.waves], axis=0)]
+        [np.zeros(len(TERMS)), np.cumsum([step_terms(wave.shapes) for wave in run.waves], axis=0)]
     )
-    found = _Equations()
+    found = Equations()
     measured = case.measured
     for index in range(visible):
         decode_s = float(measured.e2e_s[index] - measured.ttft_s[index])

@@ -32,6 +32,7 @@ class Interval:
 
     steps: tuple[tuple[StepShape, ...], ...]
     measured_s: float
+    from_idle: bool = False  # it begins when a request reached the idle engine, not with a stamp
 
 
 @dataclass(slots=True)
@@ -47,6 +48,7 @@ class _Clock:
     pieces: list[tuple[int, int, int]] = field(default_factory=list)
     _started: set[int] = field(default_factory=set)
     _anchor_ns: int = -1
+    _from_idle: bool = True
     _since: list[Wave] = field(default_factory=list)
     _wave: int = 0
     _previous_end: int = 0
@@ -55,6 +57,7 @@ class _Clock:
         if wave.start_ns > self._previous_end or self._anchor_ns < 0:
             # The engine had been idle: time starts again when it took up the request.
             self._anchor_ns = wave.start_ns + TOLERANCE_NS
+            self._from_idle = True
             self._since = []
         self._since.append(wave)
         self._wave += 1
@@ -76,9 +79,10 @@ class _Clock:
                 taken = stamp - self._anchor_ns
                 if agrees:
                     shapes = tuple(w.shapes for w in self._since)
-                    self.intervals.append(Interval(shapes, taken / NS))
+                    self.intervals.append(Interval(shapes, taken / NS, self._from_idle))
                 self.pieces.append((self._wave - len(self._since), self._wave, taken))
                 self._anchor_ns = stamp
+                self._from_idle = False
                 self._since = []
         self._previous_end = end
         return end

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -143,6 +143,24 @@ def validate(
         model = CorrectedStepModel(loaded.model, fit.coefficients)
     progress("predicting")
     counted = LoadedStepModel(model, calibration, loaded.name)
+    validation = score(case, counted, frontend_s, visible, fit, said, progress, draws, seed)
+    return Outcome(validation, calibration)
+
+
+def score(
+    case: Case,
+    counted: LoadedStepModel,
+    frontend_s: float,
+    visible: int,
+    fit: Fit | None,
+    said: Sequence[str] = (),
+    progress: Callable[[str], None] = lambda _: None,
+    draws: int = 0,
+    seed: int = 0,
+) -> Validation:
+    """How far a prediction with the step model `counted` is off, over the requests from `visible` on."""
+    n = len(case.trace)
+    model, calibration = counted.model, counted.calibration
     run = predict(case, counted, frontend_s)
     mask = np.zeros(n, dtype=bool)
     mask[visible:] = True
@@ -165,7 +183,7 @@ def validate(
         assumptions.append(f"not recorded in the run: {', '.join(case.values_not_recorded)}")
     if run.ended_early:
         assumptions.append(f"the prediction {run.ended_early}")
-    validation = Validation(
+    return Validation(
         case=case.name,
         fit=f"first:{visible}" if visible else "none",
         scored=int((mask & served).sum()),
@@ -181,7 +199,6 @@ def validate(
         preemptions=int(run.preemptions.sum()),
         assumptions=tuple(dict.fromkeys(assumptions)),
     )
-    return Outcome(validation, calibration)
 
 
 def corrected(prior: Calibration, fit: Fit, case: Case) -> Calibration:
@@ -201,7 +218,12 @@ def corrected(prior: Calibration, fit: Fit, case: Case) -> Calibration:
             "stamp_conflicts": fit.conflicts,
             "coefficient_covariance": [list(row) for row in fit.covariance],
         },
-        provenance={**prior.provenance, "label": label, "corrected_from": case.name},
+        provenance={
+            **prior.provenance,
+            "label": label,
+            "corrected_from": case.name,
+            "frontend_s": round(fit.frontend_s, 9),
+        },
     )
 
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from vsim.commands.trace_options import read_options
 from vsim.errors import UserError
 
 if TYPE_CHECKING:
     from vsim.models.hardware import Gpu
-    from vsim.models.model_spec import ModelSpec
+    from vsim.sim.deployment import Deployment
 
 # Flags that change what a step costs, passed on to vLLM as they are.
 ENGINE_FLAGS = (
@@ -26,6 +27,15 @@ ENGINE_FLAGS = (
     "gpu_memory_utilization",
     "num_gpu_blocks_override",
     "enforce_eager",
+)
+# Flags of the server behind a log or a bench result; a measuring run sets these itself.
+SERVER_FLAGS = (
+    "data_parallel_size",
+    "enable_prefix_caching",
+    "async_scheduling",
+    "scheduling_policy",
+    "kv_cache_memory_bytes",
+    "engine_version",
 )
 
 
@@ -45,11 +55,13 @@ ENGINE_FLAGS = (
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
+    help="GPUs that share each layer's work.",
 )
 @click.option(
     "--block-sizes",
     default=None,
-    help="Block sizes to measure, e.g. 16,32. Default: 32,128 on the CPU, 16,32 on a GPU.",
+    help="Block sizes to measure, e.g. 16,32. Default: 32,128 on the CPU, 16,32 on a GPU. With --from-bench "
+    "or --from-steps the one that the server had.",
 )
 @click.option(
     "--budget-minutes",
@@ -84,19 +96,45 @@ ENGINE_FLAGS = (
     show_default=True,
     help="CPU only: memory for the KV cache.",
 )
-@click.option("--temperature", type=click.FloatRange(min=0.0), default=0.0, show_default=True)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0.0),
+    default=0.0,
+    show_default=True,
+    help="Of the sampler: 0 takes the likeliest token, more makes the sampler work.",
+)
 @click.option(
     "--vllm-python",
     help="A Python that has vLLM; default: $VSIM_VLLM_PYTHON, .venvs/vllm-*, this one.",
 )
-@click.option("--dtype")
-@click.option("--quantization", "-q")
-@click.option("--kv-cache-dtype")
-@click.option("--max-model-len", type=click.IntRange(min=16))
-@click.option("--max-num-batched-tokens", type=click.IntRange(min=16))
-@click.option("--max-num-seqs", type=click.IntRange(min=1))
-@click.option("--gpu-memory-utilization", type=click.FloatRange(min=0.01, max=1.0))
-@click.option("--num-gpu-blocks-override", type=click.IntRange(min=2))
+@click.option("--dtype", help="Weights and activations: bfloat16 (default), float16, float32.")
+@click.option("--quantization", "-q", help="Of the weights: fp8, awq, gptq, … as vLLM names them.")
+@click.option("--kv-cache-dtype", help="Of the KV cache: auto, fp8, fp8_e4m3, fp8_e5m2, bfloat16.")
+@click.option(
+    "--max-model-len",
+    type=click.IntRange(min=16),
+    help="Most tokens of one request, prompt and output together.",
+)
+@click.option(
+    "--max-num-batched-tokens",
+    type=click.IntRange(min=16),
+    help="Token budget of one engine step: the longest prefill that is measured.",
+)
+@click.option(
+    "--max-num-seqs",
+    type=click.IntRange(min=1),
+    help="Most requests in one engine step: the largest decode batch that is measured.",
+)
+@click.option(
+    "--gpu-memory-utilization",
+    type=click.FloatRange(min=0.01, max=1.0),
+    help="Share of device memory that vLLM may use, 0 to 1.",
+)
+@click.option(
+    "--num-gpu-blocks-override",
+    type=click.IntRange(min=2),
+    help="Number of KV blocks, instead of what fits.",
+)
 @click.option(
     "--enforce-eager/--no-enforce-eager",
     default=None,
@@ -111,7 +149,44 @@ ENGINE_FLAGS = (
     type=click.Path(path_type=Path),
     help="Measure nothing: make the artifact from a folder of layerwise tables (meta.yaml, tp<N>/*.csv).",
 )
+@click.option(
+    "--from-bench",
+    "bench",
+    type=click.Path(path_type=Path),
+    metavar="RESULT",
+    help="Measure nothing: correct --prior from a result of `vllm bench serve --save-detailed`.",
+)
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path),
+    help="With --from-bench: the trace that caused it; without, no prompts share a beginning.",
+)
+@click.option(
+    "--prior",
+    help="With --from-bench: profile to correct, by path or bundled name. Default: a bundled one that fits, "
+    "else the roofline.",
+)
+@click.option(
+    "--data-parallel-size",
+    "-dp",
+    type=click.IntRange(min=1),
+    help="Of the server that was measured, with --from-bench; so are the next five.",
+)
+@click.option(
+    "--enable-prefix-caching/--no-enable-prefix-caching",
+    default=None,
+    help="Default: vLLM's.",
+)
+@click.option("--async-scheduling/--no-async-scheduling", default=None, help="Default: vLLM's.")
+@click.option("--scheduling-policy", type=click.Choice(["fcfs", "priority"]), help="Default: fcfs.")
+@click.option(
+    "--kv-cache-memory-bytes",
+    type=click.IntRange(min=1),
+    help="Size of the KV cache per GPU. Default: what the memory account leaves.",
+)
+@click.option("--engine-version", help="vLLM release of the server, e.g. 0.32.0 (default).")
 @click.option("--json", "as_json", is_flag=True, help="Print the artifact's quality as JSON.")
+@read_options
 def calibrate(
     gpu: str,
     model: str,
@@ -126,7 +201,11 @@ def calibrate(
     vllm_python: str | None,
     refit: bool,
     tables: Path | None,
+    bench: Path | None,
+    trace: Path | None,
+    prior: str | None,
     as_json: bool,
+    reading: dict[str, Any],
     **flags: Any,
 ) -> None:
     """Time real vLLM on this machine, step by step, and fit a step model for `vsim replay --profile`.
@@ -140,6 +219,7 @@ def calibrate(
     from vsim.calibrate.campaign import Outcome, Plan, model_and_config
     from vsim.calibrate.campaign import calibrate as run
     from vsim.calibrate.campaign import refit as fit_again
+    from vsim.commands import calibrate_from
     from vsim.models.hardware import find_gpu
 
     device = find_gpu(gpu)
@@ -149,8 +229,16 @@ def calibrate(
         raise UserError(f"--out {target} must end in .json: the artifact is a JSON file")
     if not target.parent.is_dir():
         raise UserError(f"--out {target}: the folder {target.parent} does not exist")
+    _one_source(bench=bench, tables=tables, refit=refit, trace=trace, prior=prior, flags=flags)
     if tables is not None:
-        _from_tables(tables, device, spec, tensor_parallel_size, target, as_json)
+        calibrate_from.from_tables(tables, device, spec, tensor_parallel_size, target, as_json)
+        return
+    hint = calibrate_from.usage(target, model, device, kv_cache_gib)
+    if bench is not None:
+        served = _served(device, model, tensor_parallel_size, block_sizes, kv_cache_gib, flags)
+        calibrate_from.from_bench(
+            bench, trace, served, prior, reading, _command_line(), target, as_json, hint
+        )
         return
     plan = Plan(
         gpu=device,
@@ -190,7 +278,7 @@ def calibrate(
             )
         )
     else:
-        click.echo(describe(outcome.calibration, target))
+        click.echo(describe(outcome.calibration, target, hint))
     if outcome.warning:
         click.echo(f"warning: {outcome.warning}", err=True)
     if outcome.interrupted:
@@ -200,43 +288,54 @@ def calibrate(
         raise click.exceptions.Exit(130)
 
 
-def _from_tables(
-    tables: Path, gpu: Gpu, model: ModelSpec, tensor_parallel_size: int, target: Path, as_json: bool
+def _one_source(
+    *,
+    bench: Path | None,
+    tables: Path | None,
+    refit: bool,
+    trace: Path | None,
+    prior: str | None,
+    flags: dict[str, Any],
 ) -> None:
-    """`--from-tables`: an artifact of kind "tables", refused if they were measured on something else."""
-    import json
+    """Refuse sources that exclude each other, and flags without the source that they belong to."""
+    given = {"--from-bench": bench is not None, "--from-tables": tables is not None}
+    given["--refit"] = refit
+    several = [name for name, is_given in given.items() if is_given]
+    if len(several) > 1:
+        raise UserError(f"{' and '.join(several)} are different sources: give one")
+    if bench is None:
+        stray = [name for name, value in (("--trace", trace), ("--prior", prior)) if value]
+        stray += ["--" + name.replace("_", "-") for name in SERVER_FLAGS if flags[name] is not None]
+        if stray:
+            raise UserError(f"{stray[0]} belongs to --from-bench: without it, it has no use here")
 
-    from vsim.calibrate.from_tables import from_tables
-    from vsim.commands.profiles import describe as describe_profile
-    from vsim.models.artifact import write_calibration
-    from vsim.models.links import link_figures
-    from vsim.models.load import mismatch
 
-    if not tables.is_dir():
-        raise UserError(f"--from-tables {tables}: no such folder")
-    moe = model.moe
-    calibration = from_tables(
-        tables,
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        vocab_size=model.vocab_size,
-        tensor_parallel_size=tensor_parallel_size,
-        num_experts=moe.num_experts if moe else 0,
-        experts_per_token=moe.experts_per_token if moe else 0,
-        link=link_figures(gpu),
-        source=tables.name,
-    )
-    wrong = mismatch(calibration, gpu, model, tensor_parallel_size)
-    if wrong:
-        raise UserError(f"--from-tables {tables}: {wrong}")
-    write_calibration(calibration, target)
-    if as_json:
-        click.echo(json.dumps({**calibration.quality, "artifact": target.name, "warning": None}))
-    else:
-        click.echo(describe_profile(target.stem, calibration))
-        click.echo(
-            f"written: {target.name} (use it with: vsim replay TRACE --profile {target.name})"
+def _served(
+    gpu: Gpu,
+    model: str,
+    tensor_parallel_size: int,
+    block_sizes: str | None,
+    kv_cache_gib: float,
+    flags: dict[str, Any],
+) -> Deployment:
+    """The server that a log or a bench result came from, by its flags."""
+    from vsim.sim.deployment import resolve
+
+    sizes = parse_block_sizes(block_sizes) if block_sizes else ()
+    if len(sizes) > 1:
+        raise UserError(
+            f"--block-sizes {block_sizes}: the server that was measured had one of them"
         )
+    values = {name: flags[name] for name in (*ENGINE_FLAGS, *SERVER_FLAGS)}
+    if gpu.platform == "cpu" and values["kv_cache_memory_bytes"] is None:
+        values["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
+    return resolve(
+        model,
+        gpu,
+        tensor_parallel_size=tensor_parallel_size,
+        block_size=sizes[0] if sizes else None,
+        **values,
+    )
 
 
 def parse_block_sizes(text: str) -> tuple[int, ...]:
@@ -252,7 +351,7 @@ def parse_block_sizes(text: str) -> tuple[int, ...]:
     return sizes
 
 
-def describe(calibration: Any, path: Path) -> str:
+def describe(calibration: Any, path: Path, hint: str) -> str:
     """The artifact's quality in a few lines for a person."""
     quality, says = calibration.quality, calibration.provenance
     floor, held, fit = quality["noise_floor"], quality["held_out_error"], quality["fit"]
@@ -280,7 +379,7 @@ def describe(calibration: Any, path: Path) -> str:
     limits = ", ".join(f"{k} {v}" for k, v in calibration.domain.to_json().items() if v is not None)
     lines.append(f"  measured up to: {limits}")
     lines += [f"  note: {sentence}" for sentence in calibration.assumptions]
-    lines.append(f"written: {path.name} (use it with: vsim replay TRACE --profile {path.name})")
+    lines.append(f"written: {path.name} (use it with: {hint})")
     return "\n".join(lines)
 
 

@@ -162,6 +162,12 @@ def replay(
     config = deployment.scheduler
     said = check_lengths(sent, config.max_model_len, load.overlong)
     refuse = FrontEnd(config.max_model_len, load.overlong)
+    frontend_s = frontend_seconds(step_model)
+    spec = ReplicaSpec(config, step_model, _host_link(deployment, overlap_swaps), frontend_s)
+    if frontend_s:
+        said.append(
+            f"{frontend_s * 1e3:.1f} ms between the client and the engine, as the profile's correction has it"
+        )
     if fleet is not None:
         fleet = fleet.settled(replicas, route)
         replicas, route = fleet.slots, fleet.route or route
@@ -170,7 +176,7 @@ def replay(
 
         run = simulate_data_parallel(
             sent,
-            ReplicaSpec(config, step_model, _host_link(deployment, overlap_swaps)),
+            spec,
             ranks,
             in_lockstep=deployment.model.moe is not None,
             max_concurrency=load.max_concurrency,
@@ -184,7 +190,7 @@ def replay(
 
         run = simulate_fleet(
             sent,
-            ReplicaSpec(config, step_model, _host_link(deployment, overlap_swaps)),
+            spec,
             fleet,
             named_route(route, load.seed),
             seed=load.seed,
@@ -200,7 +206,7 @@ def replay(
         run = simulate_cluster(
             sent,
             [
-                ReplicaSpec(config, step_model, _host_link(deployment, overlap_swaps))
+                dataclasses.replace(spec, host_link=_host_link(deployment, overlap_swaps))
                 for _ in range(replicas)
             ],
             named_route(route, load.seed),
@@ -242,6 +248,16 @@ def assumptions_of(
         *warnings_for(config),
         *_borrowed_rules(config),
     )
+
+
+def frontend_seconds(step_model: LoadedStepModel) -> float:
+    """What a request takes from the client to the engine, where the profile was fitted on a client's latencies."""
+    said = step_model.calibration.provenance.get("frontend_s", 0.0)
+    if isinstance(said, bool) or not isinstance(said, int | float) or not 0 <= said <= 60:
+        raise UserError(
+            f"profile {step_model.name}: provenance.frontend_s={said!r} must be seconds from 0 to 60"
+        )
+    return float(said)
 
 
 def _other_release(step_model: LoadedStepModel, config: SchedulerConfig) -> list[str]:
