@@ -2,8 +2,8 @@
 
 numba takes most of a second to import and to read its own cache, llvmlite a few hundredths to load machine
 code. The file lies beside the package, or in the user's cache where that is read-only; it is used only if it
-was made from this very kernel.py and places.py by this llvmlite for this CPU, and it is published only after a process of
-its own has loaded it and repeated a run with it.
+was made from this very kernel.py, places.py and optimise.py by this llvmlite for this CPU, and it is published
+only after a process of its own has loaded it and repeated a run with it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def folders() -> Iterator[Path]:
 
 @functools.cache
 def file_name() -> str:
-    sources = [(HERE / name).read_bytes() for name in ("kernel.py", "places.py")]
+    sources = [(HERE / name).read_bytes() for name in ("kernel.py", "places.py", "optimise.py")]
     return f"kernel-{hashlib.sha256(b''.join(sources)).hexdigest()[:16]}.bin"
 
 
@@ -166,16 +166,12 @@ def _compile() -> None:
     if said:
         print("Compiling vsim's fast path, once on this machine …", file=sys.stderr, flush=True)
     try:
-        import llvmlite.binding as llvm
-        from numba import cfunc, types
+        from vsim.sim.fast.optimise import optimised, plain_ir
 
-        from vsim.sim.fast import kernel
-
-        pointer = types.CPointer(types.int64)
-        made: Any = cfunc(types.boolean(pointer, pointer, types.int64))(kernel.entry)
-        module = llvm.parse_assembly(made._library.get_llvm_str())
-        wrapper = made._wrapper_name
-        code = _target_machine().emit_object(module)
+        text, wrapper = plain_ir()
+        machine = _target_machine()
+        module = optimised(text, machine)
+        code = machine.emit_object(module)
     except Exception as error:  # whatever numba or LLVM has against this machine
         raise CompileError(f"{type(error).__name__}: {error}") from error
     foreign = sorted(

@@ -26,9 +26,11 @@ from vsim.sim.fast.places import (
     B_CHAIN_NEXT,
     B_NEXT,
     B_REFS,
+    BACKOFF,
     BAD_DEVICE,
     BAD_HOST,
     BLOCKS_MATTER,
+    BY_ITSELF,
     BY_KV,
     BY_PREFIX,
     C_ADAPTIVE,
@@ -37,6 +39,7 @@ from vsim.sim.fast.places import (
     C_BLOCKS,
     C_BUDGET,
     C_CACHING,
+    C_CALENDAR,
     C_CHUNKS,
     C_COUNTS_ONLY,
     C_DEPTH,
@@ -64,6 +67,7 @@ from vsim.sim.fast.places import (
     C_SESSIONS,
     C_STAGES,
     C_STALE,
+    C_STEADY,
     C_TABLE,
     C_UNKEYED_FIRST,
     C_WATERMARK,
@@ -72,7 +76,10 @@ from vsim.sim.fast.places import (
     F_COUNT,
     F_END,
     F_FIRST,
+    F_JOINED,
+    F_MEMBERS,
     F_START,
+    F_STEADY,
     FEWEST_TOKENS,
     G_BEGUN,
     G_BEYOND,
@@ -96,18 +103,22 @@ from vsim.sim.fast.places import (
     G_SPANS,
     G_STEPS,
     G_TURN,
+    H_BUCKET,
     H_COMPUTED,
     H_ENDS,
+    H_FINAL,
     H_FLYING,
     H_GIVEN,
     H_HELD,
     H_HIGH,
     H_HOLES,
+    H_JOINED,
     H_KEYED,
     H_KNOWN,
     H_KV,
     H_LAST,
     H_NEXT,
+    H_ORDER,
     H_OUT_SINCE,
     H_PREEMPTIONS,
     H_PROMPT,
@@ -115,12 +126,14 @@ from vsim.sim.fast.places import (
     H_ROW,
     H_RUNS,
     H_STALE,
+    H_STEADY,
     H_TOKEN_NS,
     HOST,
     HOT,
     K_BLOCK,
     K_CAP,
     K_WINDOW,
+    LEFT,
     M_ALPHA,
     M_BLEND,
     M_BLEND_LENGTHS,
@@ -165,6 +178,7 @@ from vsim.sim.fast.places import (
     M_WINDOW,
     MAX_EVENTS,
     MAX_STEP_S,
+    MEMBER,
     NOT_BELOW,
     NS,
     OF_TWO,
@@ -203,6 +217,9 @@ from vsim.sim.fast.places import (
     P_WINDOW_FLOPS,
     P_WINDOW_KV,
     R_AT,
+    R_BACKOFF,
+    R_DONE,
+    R_DONE_BEFORE,
     R_FINISHED,
     R_FIRST,
     R_FREE,
@@ -212,24 +229,37 @@ from vsim.sim.fast.places import (
     R_INBOX_HEAD,
     R_INBOX_TAIL,
     R_KV_TOKENS,
+    R_ODD,
+    R_ORDER,
     R_PREEMPTIONS,
     R_PROMPTS,
     R_QUERIES,
     R_QUERIES_AGAIN,
     R_QUEUED,
     R_RECOMPUTED,
+    R_RESERVE,
     R_ROWS_FREE,
     R_RUNNING,
     R_SEQ,
     R_STATE,
+    R_STEADY,
+    R_STEADY_MOST,
+    R_STEADY_NS,
+    R_STEADY_STALE,
+    R_STEADY_SUM,
     R_STEP,
     R_VAIN,
     R_WAIT_HEAD,
     R_WAIT_TAIL,
     R_WAITING,
     ROOFLINE,
+    S_ORDER,
+    S_REQUEST,
+    S_SLOT,
+    S_TOKENS,
     SETTLE,
     START,
+    STEADY,
     TABLES,
     TIMER,
     TOO_LONG,
@@ -1134,6 +1164,324 @@ def sleep(cfg: Array, glob: Array, rep: Array, r: int, sent: Array) -> None:
         rep[r, R_SEQ] = -1
 
 
+# --- steady requests -----------------------------------------------------------------------------------------
+# A request that decodes gets one token in every step until its last one. As long as nobody must give way, all
+# such requests are one number: their own numbers stand still in `hot` while they are steady, and what they
+# would be follows from the steps scheduled and completed since (`settle`). `classes` counts them by computed
+# tokens modulo the block size, so that each step knows how many blocks it needs; `calendar` lists them by
+# the step that says their last token. Which of their blocks is whose nobody can tell from outside before
+# they leave: with prefix caching they are taken from the pool in time and handed out then.
+
+
+@compiled
+def join(
+    cfg: Array, rep: Array, r: int, hot: Array, slot: int, classes: Array, calendar: Array
+) -> None:
+    """A request becomes steady with the step that is being scheduled."""
+    before = rep[r, R_STEP] - 1
+    base = hot[slot, H_COMPUTED] - before
+    final = before + hot[slot, H_ENDS] - hot[slot, H_KNOWN] - hot[slot, H_HOLES]
+    hot[slot, H_STEADY] = STEADY
+    hot[slot, H_JOINED] = before
+    hot[slot, H_FINAL] = final
+    at = final % cfg[C_CALENDAR]
+    hot[slot, H_BUCKET] = calendar[r, at]
+    calendar[r, at] = slot
+    classes[r, base % cfg[C_BLOCK]] += 1
+    if rep[r, R_STEADY] == 0:
+        rep[r, R_STEADY_STALE] = 0
+        rep[r, R_STEADY_MOST] = base
+    elif base > rep[r, R_STEADY_MOST]:
+        rep[r, R_STEADY_MOST] = base
+    rep[r, R_STEADY] += 1
+    rep[r, R_STEADY_SUM] += base
+
+
+@compiled
+def settle(
+    cfg: Array,
+    rep: Array,
+    r: int,
+    hot: Array,
+    slot: int,
+    last: int,
+    table: Array,
+    offsets: Array,
+    nodes: Array,
+    pool: Array,
+    keys: Array,
+    chains: Array,
+    classes: Array,
+) -> None:
+    """A steady request's own numbers again; `last`: the last step scheduled with it among the steady."""
+    joined, done, size = hot[slot, H_JOINED], rep[r, R_DONE], cfg[C_BLOCK]
+    base = hot[slot, H_COMPUTED] - joined
+    scheduled, completed = last - joined, max(0, done - joined)
+    computed = hot[slot, H_COMPUTED] + scheduled
+    hot[slot, H_COMPUTED] = computed
+    hot[slot, H_KV] = computed
+    hot[slot, H_KNOWN] += completed
+    hot[slot, H_FLYING] += scheduled - completed
+    if cfg[C_ASYNC]:
+        hot[slot, H_HOLES] += scheduled - completed
+    if completed:
+        hot[slot, H_TOKEN_NS] = rep[r, R_STEADY_NS]
+    held = (computed + size - 1) // size
+    if cfg[C_CACHING]:
+        row = hot[slot, H_ROW]
+        for k in range(hot[slot, H_HELD], held):
+            block = rep[r, R_RESERVE]
+            rep[r, R_RESERVE] = pool[block, B_NEXT]
+            table[row, k] = block
+        # What the schedules and completions since then would have made hittable.
+        full = 0
+        if done > joined:
+            full = base + done
+        if joined < last - 1:
+            full = max(full, base + rep[r, R_DONE_BEFORE] + 1)
+        hot[slot, H_HELD] = held
+        register_upto(cfg, hot, slot, full, table, offsets, nodes, pool, keys, chains, r)
+    hot[slot, H_HELD] = held
+    hot[slot, H_STEADY] = LEFT
+    classes[r, base % size] -= 1
+    rep[r, R_STEADY] -= 1
+    rep[r, R_STEADY_SUM] -= base
+    if base == rep[r, R_STEADY_MOST]:
+        rep[r, R_STEADY_STALE] = 1
+
+
+@compiled
+def settle_all(
+    cfg: Array,
+    rep: Array,
+    r: int,
+    hot: Array,
+    run: Array,
+    last: int,
+    table: Array,
+    offsets: Array,
+    nodes: Array,
+    pool: Array,
+    keys: Array,
+    chains: Array,
+    fly: Array,
+    members: Array,
+    classes: Array,
+    calendar: Array,
+) -> None:
+    """No request is steady any more; steps on their way list them all. `last`: the last step scheduled."""
+    count = rep[r, R_RUNNING]
+    for step in range(rep[r, R_DONE] + 1, last + 1):
+        place = (rep[r, R_FIRST] + step - rep[r, R_DONE] - 1) % cfg[C_DEPTH]
+        steady = fly[r, place, F_STEADY]
+        if steady == 0:
+            continue
+        # Two lists in order of admission become one, from its end on.
+        alone = fly[r, place, F_MEMBERS] - 1
+        to = alone + steady
+        fly[r, place, F_MEMBERS] = to + 1
+        fly[r, place, F_STEADY] = fly[r, place, F_JOINED] = 0
+        for position in range(count - 1, -1, -1):
+            slot = run[position]
+            if (
+                hot[slot, H_STEADY] == BY_ITSELF
+                or hot[slot, H_JOINED] >= step
+                or hot[slot, H_FINAL] < step
+            ):
+                continue
+            order = hot[slot, H_ORDER]
+            while alone >= 0 and members[r, place, alone, S_ORDER] > order:
+                for k in range(MEMBER):
+                    members[r, place, to, k] = members[r, place, alone, k]
+                alone -= 1
+                to -= 1
+            members[r, place, to, S_SLOT] = slot
+            members[r, place, to, S_REQUEST] = hot[slot, H_REQUEST]
+            members[r, place, to, S_TOKENS] = 3  # one, and it says the next
+            members[r, place, to, S_ORDER] = order
+            to -= 1
+    for position in range(count):
+        slot = run[position]
+        if hot[slot, H_STEADY] == STEADY:
+            settle(cfg, rep, r, hot, slot, last, table, offsets, nodes, pool, keys, chains, classes)
+        if hot[slot, H_STEADY] == LEFT:
+            hot[slot, H_STEADY] = BY_ITSELF
+            calendar[r, hot[slot, H_FINAL] % cfg[C_CALENDAR]] = -1
+
+
+@compiled
+def leave_running(rep: Array, r: int, hot: Array, run: Array, slot: int) -> None:
+    """Out of the running requests, which stand in order of admission."""
+    order, low, high = hot[slot, H_ORDER], 0, rep[r, R_RUNNING] - 1
+    while low < high:
+        middle = (low + high) // 2
+        if hot[run[middle], H_ORDER] < order:
+            low = middle + 1
+        else:
+            high = middle
+    for k in range(low, rep[r, R_RUNNING] - 1):
+        run[k] = run[k + 1]
+    rep[r, R_RUNNING] -= 1
+
+
+@compiled
+def put_in_order(slots: Array, count: int, slot: int, hot: Array) -> None:
+    """Into a list in order of admission."""
+    at = count
+    while at > 0 and hot[slots[at - 1], H_ORDER] > hot[slot, H_ORDER]:
+        slots[at] = slots[at - 1]
+        at -= 1
+    slots[at] = slot
+
+
+@compiled
+def schedule_steady(
+    cfg: Array,
+    rep: Array,
+    r: int,
+    hot: Array,
+    run: Array,
+    odd: Array,
+    joined: Array,
+    cap: int,
+    table: Array,
+    offsets: Array,
+    nodes: Array,
+    pool: Array,
+    keys: Array,
+    chains: Array,
+    fly: Array,
+    aborted: Array,
+    classes: Array,
+    calendar: Array,
+) -> int:
+    """Tokens for all running requests, if each gets what it wants and nobody must give way; -1: not so.
+
+    Then nothing has happened but that some may have left the steady ones. Those that go on by themselves are
+    in `odd`, in order of admission. What the steady get does not depend on where among them the others stand.
+    """
+    size, caching, max_len = cfg[C_BLOCK], cfg[C_CACHING], cfg[C_MAX_LEN]
+    step_number = rep[r, R_STEP]
+    before = step_number - 1
+    count, num_odd = rep[r, R_RUNNING], rep[r, R_ODD]
+    if num_odd < 0:
+        num_odd = count
+        for k in range(count):
+            odd[k] = run[k]
+    if rep[r, R_STEADY]:
+        # Whose last token the step before says; it is still on its way.
+        slot = calendar[r, before % cfg[C_CALENDAR]]
+        while slot >= 0:
+            if hot[slot, H_STEADY] == STEADY:
+                settle(
+                    cfg, rep, r, hot, slot, before, table, offsets, nodes, pool, keys, chains,
+                    classes,
+                )  # fmt: skip
+                put_in_order(odd, num_odd, slot, hot)
+                num_odd += 1
+            slot = hot[slot, H_BUCKET]
+    rep[r, R_ODD] = num_odd
+    steady = rep[r, R_STEADY]
+    left = min(cfg[C_BUDGET], cfg[C_INPUT_BUDGET]) - steady
+    if left < 0:
+        return -1
+    free = rep[r, R_FREE]
+    need = classes[r, -before % size]
+    given = -1  # how many were looked at
+    for k in range(num_odd):
+        slot = odd[k]
+        computed, holes = hot[slot, H_COMPUTED], hot[slot, H_HOLES]
+        given = k
+        if (holes and computed + 2 - holes >= hot[slot, H_LAST]) or step_number < hot[slot, H_NEXT]:
+            continue
+        new = hot[slot, H_KNOWN] + holes - computed
+        if 0 < cap < new:
+            new = cap
+        new = min(new, cfg[C_LONGEST] - computed)
+        if new > left:
+            # The budget ends here: right only if it would not have ended before a steady one behind it.
+            at = count - 1
+            while run[at] != slot:
+                if hot[run[at], H_STEADY] == STEADY:
+                    need = free + 1
+                    break
+                at -= 1
+            new = left
+        if new > 0:
+            need += max(0, (min(computed + new, max_len) + size - 1) // size - hot[slot, H_HELD])
+            left -= new
+            hot[slot, H_GIVEN] = new
+        elif new < 0:
+            need = free + 1
+        if need > free:
+            break
+    if need > free:
+        for k in range(given + 1):
+            hot[odd[k], H_GIVEN] = 0
+        return -1
+    kept = num_joined = 0
+    null, hash_size = r * cfg[C_BLOCKS], cfg[C_HASH]
+    kv_tokens = rep[r, R_KV_TOKENS]
+    for k in range(num_odd):
+        slot = odd[k]
+        new = hot[slot, H_GIVEN]
+        if new == 0:
+            odd[kept] = slot
+            kept += 1
+            continue
+        total = hot[slot, H_COMPUTED] + new
+        if caching:
+            # Before it joins or gets blocks: only blocks that it has hold what is known already …
+            full = min(total, hot[slot, H_KNOWN])
+        if (
+            new == 1
+            and hot[slot, H_KNOWN] + hot[slot, H_HOLES] == total
+            and hot[slot, H_ENDS] > total
+            and hot[slot, H_STEADY] == BY_ITSELF
+            and hot[slot, H_STALE] == 0
+            and hot[slot, H_HIGH] < total
+            and hot[slot, H_KV] == total - 1
+            and hot[slot, H_HELD] == (total + size - 2) // size
+            and not (len(aborted) and aborted[hot[slot, H_REQUEST]])
+            and (not caching or full // size <= hot[slot, H_HELD])
+        ):
+            if caching:
+                register_upto(cfg, hot, slot, full, table, offsets, nodes, pool, keys, chains, r)
+            hot[slot, H_GIVEN] = 0
+            join(cfg, rep, r, hot, slot, classes, calendar)
+            joined[num_joined] = slot
+            num_joined += 1
+            continue
+        held = hot[slot, H_HELD]
+        want = (min(total, max_len) + size - 1) // size
+        if want > held:
+            if caching:
+                row = hot[slot, H_ROW]
+                for block in range(held, want):
+                    table[row, block] = take(pool, keys, chains, null, r, hash_size)
+            hot[slot, H_HELD] = want
+            free -= want - held
+        kv_tokens += total - hot[slot, H_KV]
+        hot[slot, H_KV] = total
+        if caching and full - hot[slot, H_KEYED] * size >= size:
+            register_upto(cfg, hot, slot, full, table, offsets, nodes, pool, keys, chains, r)
+        odd[kept] = slot
+        kept += 1
+    rep[r, R_ODD] = kept
+    crossing = classes[r, -before % size]
+    if caching:
+        for _block in range(crossing):
+            block = take(pool, keys, chains, null, r, hash_size)
+            pool[block, B_NEXT] = rep[r, R_RESERVE]
+            rep[r, R_RESERVE] = block
+    rep[r, R_FREE] = free - crossing
+    rep[r, R_KV_TOKENS] = kv_tokens + rep[r, R_STEADY]
+    place = (rep[r, R_FIRST] + rep[r, R_QUEUED]) % cfg[C_DEPTH]
+    fly[r, place, F_STEADY] = rep[r, R_STEADY]
+    fly[r, place, F_JOINED] = num_joined
+    return left
+
+
 # --- the loop ----------------------------------------------------------------------------------------------
 
 
@@ -1171,6 +1519,11 @@ def schedule(
     floats: Array,
     groups: Array,
     grouped: Array,
+    aborted: Array,
+    odd: Array,
+    joined: Array,
+    classes: Array,
+    calendar: Array,
 ) -> int:
     """`SchedulerV1.schedule` and `Recorder.scheduled`; notes the step in the next place of `fly`.
 
@@ -1201,8 +1554,32 @@ def schedule(
     num_preempted = 0
     longest_len = cfg[C_LONGEST]
     position = 0
-    stop = False
-    while position < count and token_budget > 0 and input_budget > 0:
+    stop = together = False
+    batch = (rep[r, R_FIRST] + rep[r, R_QUEUED]) % cfg[C_DEPTH]
+    fly[r, batch, F_STEADY] = fly[r, batch, F_JOINED] = 0
+    if cfg[C_STEADY]:
+        if rep[r, R_BACKOFF] > 0:
+            rep[r, R_BACKOFF] -= 1
+        else:
+            left = schedule_steady(
+                cfg, rep, r, hot, run, odd[r], joined[r, batch], cap, table, offsets, nodes, pool,
+                keys, chains, fly, aborted, classes, calendar,
+            )  # fmt: skip
+            if left >= 0:
+                together = True
+                given = min(token_budget, input_budget) - left
+                token_budget -= given
+                input_budget -= given
+                free, kv_tokens = rep[r, R_FREE], rep[r, R_KV_TOKENS]
+            else:
+                rep[r, R_BACKOFF] = BACKOFF
+                if rep[r, R_STEADY] or rep[r, R_ODD] >= 0:
+                    settle_all(
+                        cfg, rep, r, hot, run, step_number - 1, table, offsets, nodes, pool, keys,
+                        chains, fly, members, classes, calendar,
+                    )  # fmt: skip
+                rep[r, R_ODD] = -1
+    while not together and position < count and token_budget > 0 and input_budget > 0:
         slot = run[position]
         computed, holes = hot[slot, H_COMPUTED], hot[slot, H_HOLES]
         if holes and computed + 2 - holes >= hot[slot, H_LAST]:
@@ -1440,8 +1817,13 @@ def schedule(
                 )
             token_budget -= new
             input_budget -= new
+            hot[slot, H_ORDER] = rep[r, R_ORDER]
+            rep[r, R_ORDER] += 1
             run[count] = slot
             count += 1
+            if together:
+                odd[r, rep[r, R_ODD]] = slot
+                rep[r, R_ODD] += 1
             if hot[slot, H_OUT_SINCE] >= 0:
                 at = glob[G_SPANS]
                 spans[at, 0] = head
@@ -1455,15 +1837,32 @@ def schedule(
     rep[r, R_RUNNING], rep[r, R_FREE], rep[r, R_KV_TOKENS] = count, free, kv_tokens
 
     # Take the step as scheduled.
-    place = (rep[r, R_FIRST] + rep[r, R_QUEUED]) % cfg[C_DEPTH]
     size = chunks = chunk_tokens = chunk_kv = chunk_context = deepest = 0
     decodes = context_sum = context_max = 0
+    steady = 0
+    listed, num_listed = run, count
+    if together:
+        listed, num_listed = odd[r], rep[r, R_ODD]
+        steady = rep[r, R_STEADY]
+    if steady:
+        decodes = steady
+        context_sum = rep[r, R_STEADY_SUM] + steady * (step_number - 1)
+        if rep[r, R_STEADY_STALE] and ints[M_KIND] != ROOFLINE:
+            rep[r, R_STEADY_STALE] = 0
+            most = -step_number
+            for position in range(count):
+                slot = run[position]
+                if hot[slot, H_STEADY] == STEADY:
+                    most = max(most, hot[slot, H_COMPUTED] - hot[slot, H_JOINED])
+            rep[r, R_STEADY_MOST] = most
+        context_max = rep[r, R_STEADY_MOST] + step_number - 1
+    rep[r, R_DONE_BEFORE] = rep[r, R_DONE]
     work = windowed = 0.0
     window = ints[M_WINDOW]
     is_async = cfg[C_ASYNC]
     next_decode = step_number + cfg[C_NEXT] if cfg[C_NEXT] else 0
-    for position in range(count):
-        slot = run[position]
+    for position in range(num_listed):
+        slot = listed[position]
         new = hot[slot, H_GIVEN]
         if new == 0:
             continue
@@ -1482,9 +1881,10 @@ def schedule(
             if is_async:
                 hot[slot, H_HOLES] += 1
                 hot[slot, H_NEXT] = next_decode
-        members[r, place, size, 0] = slot
-        members[r, place, size, 1] = hot[slot, H_REQUEST]
-        members[r, place, size, 2] = 2 * new + emits
+        members[r, batch, size, S_SLOT] = slot
+        members[r, batch, size, S_REQUEST] = hot[slot, H_REQUEST]
+        members[r, batch, size, S_TOKENS] = 2 * new + emits
+        members[r, batch, size, S_ORDER] = hot[slot, H_ORDER]
         size += 1
         if new > 1:
             chunks += 1
@@ -1500,6 +1900,8 @@ def schedule(
             decodes += 1
             context_sum += computed
             context_max = max(context_max, computed)
+    fly[r, batch, F_MEMBERS] = size
+    size += steady
     rep[r, R_FINISHED] = 0
     host = device = 0
     if size:
@@ -1527,7 +1929,7 @@ def schedule(
             seconds = 0.0
         device = max(1, int(np.rint(seconds * NS)))
         count_outside(ints, glob, chunks, chunk_tokens, deepest, decodes, context_sum)
-    note = fly[r, place]
+    note = fly[r, batch]
     note[F_COUNT] = size
     note[F_START] = host
     note[F_END] = device
@@ -1541,7 +1943,7 @@ def schedule(
     note[F_FIRST + 7] = max(cfg[C_BLOCKS] - 1, 0) - free
     note[F_FIRST + 8] = kv_tokens
     note[F_FIRST + 9] = num_preempted
-    return place
+    return batch
 
 
 @compiled
@@ -1593,6 +1995,10 @@ def advance(
     thinking: Array,
     groups: Array,
     grouped: Array,
+    odd: Array,
+    joined: Array,
+    classes: Array,
+    calendar: Array,
 ) -> bool:
     """Go on with the simulation; False: it is over (no event is left, or `glob[G_ERROR]` says why)."""
     n, num_replicas, depth = cfg[C_REQUESTS], cfg[C_REPLICAS], cfg[C_DEPTH]
@@ -1747,6 +2153,11 @@ def advance(
                         floats,
                         groups,
                         grouped,
+                        aborted,
+                        odd,
+                        joined,
+                        classes,
+                        calendar,
                     )
                     if glob[G_ERROR]:
                         return False
@@ -1792,11 +2203,12 @@ def advance(
             rep[r, R_QUEUED] -= 1
             emitted = num_finished = 0
             gap, times = -1, 0
-            for k in range(note[F_COUNT]):
-                slot, request = members[r, oldest, k, 0], members[r, oldest, k, 1]
+            for k in range(note[F_MEMBERS]):
+                slot, request = members[r, oldest, k, S_SLOT], members[r, oldest, k, S_REQUEST]
                 if hot[slot, H_REQUEST] != request:
                     continue  # it had ended already
-                new, emits = members[r, oldest, k, 2] // 2, members[r, oldest, k, 2] % 2
+                tokens = members[r, oldest, k, S_TOKENS]
+                new, emits = tokens // 2, tokens % 2
                 hot[slot, H_FLYING] -= new
                 stale = hot[slot, H_STALE] > 0
                 if stale:
@@ -1829,42 +2241,96 @@ def advance(
                                 cfg, hot, slot, full, table, offsets, nodes, pool, keys, chains, r
                             )
                 if hot[slot, H_KNOWN] >= hot[slot, H_ENDS]:
+                    scratch[2 * num_finished] = slot
+                    scratch[2 * num_finished + 1] = members[r, oldest, k, S_ORDER]
                     num_finished += 1
-                    scratch[num_finished - 1] = request
-                    marks[2, request] = now
-                    ends[0, request] = 3 if len(aborted) and aborted[request] else 0
-                    counts[0, request] = hot[slot, H_KNOWN] - hot[slot, H_PROMPT]
-                    counts[3, request] = hot[slot, H_PREEMPTIONS]
-                    if runs:
-                        free_request(cfg, rep, r, hot, slot, table, pool, keys)
-                        free_rows[r, rep[r, R_ROWS_FREE]] = hot[slot, H_ROW]
-                        rep[r, R_ROWS_FREE] += 1
+            done = rep[r, R_DONE] + 1
+            if note[F_STEADY]:
+                emitted += note[F_STEADY]
+                for k in range(note[F_JOINED]):
+                    slot = joined[r, oldest, k]
+                    last = hot[slot, H_TOKEN_NS]
+                    if last < 0:
+                        marks[1, hot[slot, H_REQUEST]] = now
+                    elif now - last == gap:
+                        times += 1
                     else:
-                        remove_waiting(cfg, rep, r, heap, after, request, priority, sent)
-                    hot[slot, H_REQUEST] = -1
-                    slot_of[request] = -1
-                    free_slots[glob[G_SLOTS]] = slot
-                    glob[G_SLOTS] += 1
+                        if times:
+                            gaps[glob[G_GAPS], 0] = gap
+                            gaps[glob[G_GAPS], 1] = times
+                            glob[G_GAPS] += 1
+                        gap, times = now - last, 1
+                others = note[F_STEADY] - note[F_JOINED]
+                if others:
+                    gaps[glob[G_GAPS], 0] = now - rep[r, R_STEADY_NS]
+                    gaps[glob[G_GAPS], 1] = others
+                    glob[G_GAPS] += 1
+                rep[r, R_STEADY_NS] = now
+                slot = calendar[r, done % cfg[C_CALENDAR]]
+                if slot >= 0:
+                    calendar[r, done % cfg[C_CALENDAR]] = -1
+                while slot >= 0:
+                    if hot[slot, H_STEADY] == STEADY:
+                        settle(
+                            cfg, rep, r, hot, slot, done, table, offsets, nodes, pool, keys,
+                            chains, classes,
+                        )  # fmt: skip
+                    hot[slot, H_KNOWN] = hot[slot, H_ENDS]
+                    if cfg[C_CACHING]:
+                        register_upto(
+                            cfg, hot, slot, hot[slot, H_ENDS] - 1, table, offsets, nodes, pool, keys,
+                            chains, r,
+                        )  # fmt: skip
+                    order = hot[slot, H_ORDER]
+                    at = num_finished
+                    while at > 0 and scratch[2 * at - 1] > order:
+                        scratch[2 * at] = scratch[2 * at - 2]
+                        scratch[2 * at + 1] = scratch[2 * at - 1]
+                        at -= 1
+                    scratch[2 * at], scratch[2 * at + 1] = slot, order
+                    num_finished += 1
+                    slot = hot[slot, H_BUCKET]
+            rep[r, R_DONE] = done
             if times:
                 gaps[glob[G_GAPS], 0] = gap
                 gaps[glob[G_GAPS], 1] = times
                 glob[G_GAPS] += 1
             if num_finished:
                 rep[r, R_FINISHED] += num_finished
-                kept = 0
-                for k in range(rep[r, R_RUNNING]):
-                    slot = running[r, k]
-                    if hot[slot, H_REQUEST] >= 0:
-                        running[r, kept] = slot
-                        kept += 1
-                rep[r, R_RUNNING] = kept
+                for k in range(num_finished):
+                    slot = scratch[2 * k]
+                    request = hot[slot, H_REQUEST]
+                    scratch[2 * k + 1] = request
+                    marks[2, request] = now
+                    ends[0, request] = 3 if len(aborted) and aborted[request] else 0
+                    counts[0, request] = hot[slot, H_KNOWN] - hot[slot, H_PROMPT]
+                    counts[3, request] = hot[slot, H_PREEMPTIONS]
+                    if hot[slot, H_RUNS]:
+                        free_request(cfg, rep, r, hot, slot, table, pool, keys)
+                        free_rows[r, rep[r, R_ROWS_FREE]] = hot[slot, H_ROW]
+                        rep[r, R_ROWS_FREE] += 1
+                        leave_running(rep, r, hot, running[r], slot)
+                    else:
+                        remove_waiting(cfg, rep, r, heap, after, request, priority, sent)
+                    hot[slot, H_REQUEST] = -1
+                    slot_of[request] = -1
+                    free_slots[glob[G_SLOTS]] = slot
+                    glob[G_SLOTS] += 1
+                if rep[r, R_ODD] > 0:
+                    kept = 0
+                    for k in range(rep[r, R_ODD]):
+                        slot = odd[r, k]
+                        if hot[slot, H_REQUEST] >= 0:
+                            odd[r, kept] = slot
+                            kept += 1
+                    rep[r, R_ODD] = kept
                 for k in range(num_finished):
                     ended(
                         cfg,
                         glob,
                         rep,
                         r,
-                        scratch[k],
+                        scratch[2 * k + 1],
                         after,
                         prompts,
                         sent,
@@ -1887,7 +2353,8 @@ def advance(
             # Would it go on scheduling nothing until something comes from outside?
             busy = note[F_COUNT] > 0 or note[F_FIRST + 9] > 0
             for k in range(rep[r, R_QUEUED]):
-                if fly[r, (rep[r, R_FIRST] + k) % depth, F_COUNT] > 0:
+                later = fly[r, (rep[r, R_FIRST] + k) % depth]
+                if later[F_COUNT] > 0 or later[F_FIRST + 9] > 0:
                     busy = True
             if busy:
                 rep[r, R_VAIN] = 0
@@ -1924,7 +2391,7 @@ def entry(places: Array, dims: Array, task: int) -> bool:
             carray(pointer(places[0]), (dims[0],), np.int64)[C_IDS_TOKENS],
             carray(pointer(places[17]), (dims[68],), np.int64),
             carray(pointer(places[12]), (dims[48],), np.int64),
-            carray(pointer(places[47]), (dims[188], dims[189]), np.int64),
+            carray(pointer(places[51]), (dims[204], dims[205]), np.int64),
         )
         return False
     return advance(
@@ -1975,4 +2442,8 @@ def entry(places: Array, dims: Array, task: int) -> bool:
         carray(pointer(places[44]), (dims[176], dims[177]), np.int64),
         carray(pointer(places[45]), (dims[180], dims[181]), np.int64),
         carray(pointer(places[46]), (dims[184], dims[185]), np.int64),
+        carray(pointer(places[47]), (dims[188], dims[189]), np.int64),
+        carray(pointer(places[48]), (dims[192], dims[193], dims[194]), np.int64),
+        carray(pointer(places[49]), (dims[196], dims[197]), np.int64),
+        carray(pointer(places[50]), (dims[200], dims[201]), np.int32),
     )

@@ -61,8 +61,19 @@ GLOBALS = 32
     R_QUERIES_AGAIN,
     R_HITS_AGAIN,
     R_ROWS_FREE,
-) = range(26)
-REPLICA = 32
+    R_ODD,  # entries of `odd`; -1: it must be made anew
+    R_BACKOFF,  # steps to take request by request, after one that could not be taken otherwise
+    R_ORDER,  # admissions so far
+    R_DONE,  # steps completed
+    R_DONE_BEFORE,  # when the last one was scheduled
+    R_STEADY,  # steady requests
+    R_STEADY_SUM,  # of their computed tokens, each less the step it joined at
+    R_STEADY_MOST,  # the largest of these
+    R_STEADY_STALE,  # is that to be looked for again?
+    R_STEADY_NS,  # when they all got their last token
+    R_RESERVE,  # blocks that they took and that are in nobody's table yet: the first one, -1: none
+) = range(37)
+REPLICA = 40
 
 # What a replica waits for.
 (START, TIMER, ASLEEP, HOST, DEVICE, SETTLE) = range(6)
@@ -89,14 +100,28 @@ REPLICA = 32
     H_TOKEN_NS,
     H_OUT_SINCE,
     H_PROMPT,
-) = range(20)
-HOT = 20
+    H_ORDER,  # of admission
+    H_STEADY,  # see STEADY below
+    H_JOINED,  # steps scheduled before the first that it is steady in
+    H_FINAL,  # the step that says its last token
+    H_BUCKET,  # the next slot with the same final step, -1: none
+) = range(25)
+HOT = 25
+# H_STEADY: by itself; one of those that get one token each step, whose numbers then stand as they were when it
+# joined; no longer one of them, but its last steady step is still on its way.
+(BY_ITSELF, STEADY, LEFT) = range(3)
 
 # Of a step on its way: a row of `fly`.
 (F_COUNT, F_START, F_END, F_FIRST) = range(4)
-FLY = 16
 ROW = 12  # integers noted when a step is scheduled, from F_FIRST on; `rows` has two more columns before
 ROW_COLUMNS = 15
+# Of its requests: those in `members`, the steady ones, and how many of these joined with it.
+(F_MEMBERS, F_STEADY, F_JOINED) = range(16, 19)
+FLY = 20
+
+# Of a request in a step on its way: a row of `members`.
+(S_SLOT, S_REQUEST, S_TOKENS, S_ORDER) = range(4)
+MEMBER = 4
 
 # Settings: `cfg`.
 (
@@ -136,7 +161,11 @@ ROW_COLUMNS = 15
     C_COUNTS_ONLY,
     C_SESSIONS,
     C_GROUPS,  # 0: one group of full attention
-) = range(36)
+    C_STEADY,  # may requests be taken together?
+    C_CALENDAR,  # places of a replica's calendar
+) = range(38)
+SETTINGS = 40
+BACKOFF = 8
 
 # Routes
 (ONE_BY_ONE, FEWEST, FEWEST_TOKENS, OF_TWO, BY_PREFIX, BY_KV) = range(6)

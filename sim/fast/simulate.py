@@ -93,6 +93,10 @@ ARRAYS = (
     "thinking",
     "groups",
     "grouped",
+    "odd",
+    "joined",
+    "classes",
+    "calendar",
     "prefix_table",  # of `kernel.entry` alone
 )
 
@@ -243,6 +247,7 @@ class _World:
         self.rep[:, kernel.R_SEQ] = np.arange(1, count + 1)
         for place in ("WAIT_HEAD", "WAIT_TAIL", "INBOX_HEAD", "INBOX_TAIL"):
             self.rep[:, getattr(kernel, f"R_{place}")] = -1
+        self.rep[:, [kernel.R_ODD, kernel.R_RESERVE]] = -1
         self.rep[:, kernel.R_FREE] = max(config.num_gpu_blocks - 1, 0)
         self.rep[:, kernel.R_ROWS_FREE] = max_running
         self.free_rows = np.arange(count * max_running, dtype=np.int64)[::-1]
@@ -291,14 +296,15 @@ class _World:
         self.gaps = np.empty((max(1 << 16, 4 * most), 2), dtype=np.int64)
         self.spans = np.empty((max(1 << 12, 4 * most), 3), dtype=np.int64)
         self.fly = zeros((count, depth, kernel.FLY), dtype=np.int64)
-        self.members = zeros((count, depth, max_running, 3), dtype=np.int64)
-        self.scratch = zeros(most + int(self.cfg[kernel.C_TABLE]), dtype=np.int64)
+        self.members = zeros((count, depth, max_running, kernel.MEMBER), dtype=np.int64)
+        self.scratch = zeros(2 * most + int(self.cfg[kernel.C_TABLE]), dtype=np.int64)
+        self._steady(max_running)
         self.stages = zeros((count, config.pipeline_parallel_size), dtype=np.int64)
 
     def _settings(self, max_concurrency: int | None, max_running: int) -> Ints:
         config, trace = self.config, self.trace
         rules = v1_rules(config)
-        cfg = np.zeros(40, dtype=np.int64)
+        cfg = np.zeros(kernel.SETTINGS, dtype=np.int64)
         block_size = config.block_size
         ids = trace.prefix_block_tokens if trace.prefix_ids is not None else 0
         size = 64
@@ -344,6 +350,8 @@ class _World:
             "GROUPS": not _one_group(config),
             "SESSIONS": trace.sessions is not None,
             "TABLE": -(-config.max_model_len // block_size) + 2,
+            # Pipeline stages take turns, and windows give back blocks in mid-decode.
+            "STEADY": config.pipeline_parallel_size == 1 and _one_group(config),
         }.items():
             cfg[getattr(kernel, f"C_{name}")] = int(value)
         return cfg
@@ -375,6 +383,19 @@ class _World:
         if covered and trace.prefix_ids is not None and trace.prefix_offsets is not None:
             self.offsets = _int64(trace.prefix_offsets)
             self.nodes = np.array(trace.prefix_ids, dtype=np.int64)  # ids, until they are numbered
+
+    def _steady(self, max_running: int) -> None:
+        """Room for what the kernel knows of steady requests."""
+        count, depth = len(self.replicas), self.config.max_concurrent_batches
+        together = bool(self.cfg[kernel.C_STEADY])
+        self.odd = np.zeros((count, max_running + 1), dtype=np.int64)
+        self.joined = np.zeros((count, depth, max_running), dtype=np.int64)
+        self.classes = np.zeros((count, self.config.block_size), dtype=np.int64)
+        # A request's last steady step is at most so many steps ahead; those on their way stay listed.
+        most = min(int(np.minimum(self.answers, self.caps).max()), self.config.max_model_len)
+        self.cfg[kernel.C_CALENDAR] = max(most, 1) + depth + 2
+        places = int(self.cfg[kernel.C_CALENDAR]) if together else 0
+        self.calendar = np.full((count, places), -1, dtype=np.int32)
 
     def _turns(self) -> None:
         """Who waits for whom: `followers` of row i from `follower_at[i]` on, in order of rows."""
