@@ -8,6 +8,7 @@ carries the two figures.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vsim.errors import UserError
-from vsim.sim.advice_suspects import Suspect, suspects
+from vsim.sim.advice_suspects import suspects
+from vsim.sim.advice_verdicts import TAIL, Tails, Verdict, pair, verdicts
 from vsim.sim.deployment import Deployment, resolve
 from vsim.sim.explain import explain_tail
 from vsim.sim.replay import Load, replay, step_model_for, with_preemption
@@ -30,12 +32,11 @@ SCHEMA = "vsim/advice/1"
 MOST_REQUESTS = 4000  # of one replay
 MOST_TOKENS = 1_000_000  # output tokens of one replay
 STEPWISE = 8  # a replay without compiled code has so many times fewer of both
-TAIL = 0.05  # the slowest share of requests, whose mean is what a change must shorten
 HELPS = 0.10  # a flag that shortens the tail by less is not worth naming
 LIMITS = 0.03  # a larger KV cache that helps by less is no limit
-BLAMED = 0.20  # others' tail must shrink by so much without a suspect
 WAITS = 0.10  # share of the tail's time below which nothing is queued for
 FEWEST = 20  # finished requests below which a tail means nothing
+SOME_HITS = 0.03  # the same where it at least doubles today's
 HITS = 0.10  # share of prompt tokens that a change must find beyond today's hits to be named for it
 
 BoolArray = npt.NDArray[np.bool_]
@@ -74,19 +75,6 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Tails:
-    """Mean of the slowest 5 %, ns, and the share of prompt tokens found in the prefix cache."""
-
-    ttft_ns: float
-    e2el_ns: float
-    hits: float
-
-    @property
-    def product(self) -> float:
-        return max(self.ttft_ns, 1.0) * max(self.e2el_ns, 1.0)
-
-
-@dataclass(frozen=True, slots=True)
 class Trial:
     """A change replayed: tails of the requests that finished both ways, as it was and with the change."""
 
@@ -99,22 +87,11 @@ class Trial:
         """1 − geometric mean of the ratios of both tails: 0.5 is half as long."""
         return 1 - math.sqrt(self.after.product / self.before.product)
 
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """A suspect removed: tails of all others with it and without it."""
-
-    suspect: Suspect
-    before: Tails
-    after: Tails
-
     @property
-    def guilty(self) -> bool:
-        longest = min(
-            self.after.ttft_ns / max(self.before.ttft_ns, 1.0),
-            self.after.e2el_ns / max(self.before.e2el_ns, 1.0),
-        )
-        return longest <= 1 - BLAMED
+    def lengthens(self) -> bool:
+        """Does either tail get longer, by more than a hundredth?"""
+        pairs = (self.after.ttft_ns, self.before.ttft_ns), (self.after.e2el_ns, self.before.e2el_ns)
+        return any(after > 1.01 * before for after, before in pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +143,10 @@ class Advice:
                 if flags
                 else "No flag's limit was reached: no change of a flag was worth simulating."
             )
-        said += [_also(t) for t in self.trials if t is not best and _limits(t)]
-        said += [f"Next best: {t.change.words}: {_from_to(t.before, t.after)}." for t in self.next]
+        limits = [t for t in self.trials if t is not best and _limits(t)]
+        said += [_also(t) for t in limits]
+        more = [t for t in self.next if t not in limits]
+        said += [f"Next best: {t.change.words}: {_from_to(t.before, t.after)}." for t in more]
         for trial in self.trials:
             if trial.change.replicas is not None and trial.gain >= HELPS:
                 said.append(f"{trial.change.words}: {_from_to(trial.before, trial.after)}.")
@@ -183,6 +162,7 @@ class Advice:
         key = {*_too_much_or_little(best), *(_accusation(v) for v in self.verdicts if v.guilty)}
         if best is not None:
             key |= {s for s in told if s.startswith("Of ") and best.change.words in s}
+        key |= {_also(t) for t in self.trials if t.change.kind in ("kv", "block")}
         return {
             "schema": SCHEMA,
             "sentences": [plain(s) for s in told],
@@ -241,17 +221,12 @@ def advise(
         return None
     binding, binds = _binding(base, setup.deployment())
     began_ns = int(sent.arrival_ns[rows[0]] - sent.arrival_ns[0])
-    verdicts: list[Verdict] = []
-    for suspect in suspects(base):
-        together = suspect.kind == "prompt" and suspect.count > 1
-        if together and any(v.guilty for v in verdicts):
-            continue  # named one by one already
-        others = np.ones(len(sent_part), dtype=bool)
-        others[suspect.rows] = False
-        kept = np.flatnonzero(others)
-        alone = work.replay(select(sent_part, kept, ""))
-        moved = suspect.shifted(int(rows[0]), began_ns / 1e9)
-        verdicts.append(Verdict(moved, *_pair(base, alone, kept)))
+    judged = [
+        dataclasses.replace(v, suspect=v.suspect.shifted(int(rows[0]), began_ns / 1e9))
+        for v in verdicts(
+            base, suspects(base), lambda kept: work.replay(select(sent_part, kept, ""))
+        )
+    ]
     trials: list[Trial] = []
     changes, untried = _changes(setup, base, sent_part)
     everyone = np.arange(len(sent_part))
@@ -261,11 +236,11 @@ def advise(
         except UserError as error:
             untried.append(f"{change.words}: vLLM would refuse it: {error}")
             continue
-        trials.append(Trial(change, *_pair(base, after, everyone)))
+        trials.append(Trial(change, *pair(base, everyone, after, everyone)))
     return Advice(
         binds=binds,
         binding=binding,
-        verdicts=tuple(verdicts),
+        verdicts=tuple(judged),
         trials=tuple(trials),
         untried=tuple(untried),
         simulated=len(sent_part),
@@ -333,31 +308,6 @@ def _slow_stretch(run: Run, trace: Trace, scale: int) -> Int64Array:
     worst = int((total[part:] - total[:-part]).argmax())
     start = max(0, min(worst - part, len(trace) - size))
     return np.arange(start, start + _limit(trace.output_tokens[start:], scale))
-
-
-def _tails(run: Run, rows: Int64Array) -> Tails:
-    columns = run.requests
-    sent = columns["sent_ns"][rows]
-    prompt = int(columns["prompt_tokens"][rows].sum())
-    return Tails(
-        ttft_ns=_slowest(columns["first_token_ns"][rows] - sent),
-        e2el_ns=_slowest(columns["finish_ns"][rows] - sent),
-        hits=float(columns["cached_tokens"][rows].sum() / prompt) if prompt else 0.0,
-    )
-
-
-def _slowest(values: Int64Array) -> float:
-    if not len(values):
-        return 0.0
-    count = max(1, math.ceil(TAIL * len(values)))
-    return float(np.sort(values)[-count:].mean())
-
-
-def _pair(base: Run, other: Run, kept: Int64Array) -> tuple[Tails, Tails]:
-    """Tails of the requests that finished in both; row i of `other` is row kept[i] of `base`."""
-    both = (base.requests["status"][kept] == FINISHED) & (other.requests["status"] == FINISHED)
-    mine = np.flatnonzero(both)
-    return _tails(base, kept[mine]), _tails(other, mine)
 
 
 def _binding(run: Run, deployment: Deployment) -> tuple[str, str]:
@@ -475,9 +425,7 @@ def _how_to_get(deployment: Deployment) -> str:
     needed = deployment.gpu_memory_utilization + 0.25 * capacity.available_bytes / total
     if needed <= 0.98:
         return f"; --gpu-memory-utilization {math.ceil(needed * 100) / 100:g} gives about that"
-    return (
-        "this GPU does not hold it: an FP8 KV cache, more tensor parallelism or a larger GPU would"
-    )
+    return "; this GPU does not hold it: an FP8 KV cache, more tensor parallelism or a larger GPU would"
 
 
 def _from_to(before: Tails, after: Tails) -> str:
@@ -491,7 +439,9 @@ def _from_to(before: Tails, after: Tails) -> str:
 
 
 def _finds_more(trial: Trial) -> bool:
-    return trial.change.replicas is None and trial.after.hits - trial.before.hits >= HITS
+    before, after = trial.before.hits, trial.after.hits
+    many = after - before >= HITS or (after - before >= SOME_HITS and after >= 2 * before)
+    return trial.change.replicas is None and many
 
 
 def _limits(trial: Trial) -> bool:
@@ -500,13 +450,16 @@ def _limits(trial: Trial) -> bool:
     A larger KV cache that nobody needs changes nothing at all, so a small gain is no accident; a gain of
     the budget's may be one.
     """
-    if trial.change.kind == "kv" and HELPS > trial.gain >= LIMITS:
+    if trial.change.kind == "kv" and trial.gain >= LIMITS and not trial.lengthens:
         return True
     return _finds_more(trial) and trial.gain > -LIMITS
 
 
+_BLOCK = "The block size is too large for the beginnings that prompts share"
+
+
 def _also(trial: Trial) -> str:
-    what = {"kv": "The KV cache size is a limit too", "block": "The block size is a limit too"}
+    what = {"kv": "The KV cache size is a limit too", "block": _BLOCK}
     said = what.get(trial.change.kind, "This finds more in the prefix cache")
     return f"{said}: with {trial.change.words} {_from_to(trial.before, trial.after)}."
 
@@ -518,16 +471,20 @@ def _too_much_or_little(best: Trial | None) -> list[str]:
     if best.change.kind == "kv":
         return ["The KV cache size is too small for this load."]
     if best.change.kind == "block" and _finds_more(best):
-        return ["The block size is too large for the beginnings that prompts share."]
+        return [f"{_BLOCK}."]
     return []
 
 
 def _accusation(verdict: Verdict) -> str:
-    return (
-        f"{verdict.suspect.words} in everyone's way: simulated without "
-        f"{'it' if verdict.suspect.count == 1 else 'them'}, of the others "
-        f"{_from_to(verdict.before, verdict.after)}."
-    )
+    them = "it" if verdict.suspect.count == 1 else "them"
+    where = f"simulated without {them}, of the others"
+    if verdict.others:
+        # Figures with and without it, both without the other suspects.
+        many = _count(verdict.others, "other suspect")
+        where = (
+            f"where the {many} {'is' if verdict.others == 1 else 'are'} taken out, without {them}"
+        )
+    return f"{verdict.suspect.words} in everyone's way: {where} {_from_to(verdict.before, verdict.after)}."
 
 
 def _tails_ms(before: Tails, after: Tails) -> dict[str, Any]:

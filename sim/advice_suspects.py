@@ -20,7 +20,7 @@ WINDOWS = 50  # of equal length over the trace's span, in which tenants are coun
 BURST = 2.0  # times a tenant's own mean count
 SIGMAS = 6.0  # and so many standard deviations of a Poisson count above it
 FEWEST = 10  # requests of a burst
-MAJORITY = 0.5  # of all requests in the burst's windows
+MAJORITY = 0.5  # of all requests in the burst, and in its busiest window
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,9 @@ def suspects(run: Run) -> list[Suspect]:
 
     By size and count only; whether anyone suffered is for a replay without them to say.
     """
-    return [*_prompts(run), *_tenants(run)]
+    prompts = _prompts(run)
+    giant = np.unique(np.concatenate([np.empty(0, dtype=np.int64), *(s.rows for s in prompts)]))
+    return [*prompts, *_tenants(run, giant)]
 
 
 def _prompts(run: Run) -> list[Suspect]:
@@ -94,7 +96,8 @@ def _prompts(run: Run) -> list[Suspect]:
     return found
 
 
-def _tenants(run: Run) -> list[Suspect]:
+def _tenants(run: Run, giant: Int64Array) -> list[Suspect]:
+    """Bursts, without the giant prompts in them: those are suspects of their own."""
     tenant, arrival = run.requests["tenant"], run.requests["arrival_ns"]
     first, span = int(arrival.min()), int(arrival.max() - arrival.min())
     codes = np.unique(tenant)
@@ -120,7 +123,10 @@ def _tenants(run: Run) -> list[Suspect]:
         while top + 1 < WINDOWS and busy[top + 1]:
             top += 1
         rows = np.flatnonzero(mine & (window >= low) & (window <= top))
-        if len(rows) < FEWEST:
+        # Where everybody sends more at once, one window may be mostly one tenant's by chance.
+        share = len(rows) / everyone[low : top + 1].sum()
+        rows = np.setdiff1d(rows, giant)
+        if len(rows) < FEWEST or share < MAJORITY:
             continue
         name = run.tenant_names[code] if 0 <= code < len(run.tenant_names) else f"{code}"
         seconds = span / WINDOWS / 1e9

@@ -30,6 +30,7 @@ from vsim.sim.summary import summarize
 from vsim.tests.make_run import make_run
 from vsim.traces.arrivals import select
 from vsim.traces.edit import merge
+from vsim.traces.readers import read_trace
 from vsim.traces.trace import Trace
 from vsim.traces.write import write_trace
 
@@ -131,6 +132,105 @@ def test_two_giants_are_both_named() -> None:
     prompts[400], prompts[1100] = 120_000, 110_000
     found = told(dataclasses.replace(trace, prompt_tokens=prompts))
     assert sorted(v.suspect.requests for v in found.verdicts if v.guilty) == [(400,), (1100,)]
+
+
+def test_many_giants_of_which_no_single_one_matters_are_named_together() -> None:
+    trace = chats(1200, 8.0)
+    prompts = trace.prompt_tokens.copy()
+    prompts[100::140] = 40_000
+    found = told(dataclasses.replace(trace, prompt_tokens=prompts))
+    (guilty,) = [v for v in found.verdicts if v.guilty]
+    assert guilty.suspect.requests == tuple(range(100, 1200, 140))
+
+
+def with_burst(
+    trace: Trace,
+    name: str,
+    at_s: float,
+    n: int = 300,
+    seed: int = 4,
+    prompt: tuple[int, int] = (500, 1500),
+) -> Trace:
+    names = trace.tenant_names
+    burst = chats(n, 60.0, seed, prompt)
+    burst = dataclasses.replace(
+        burst,
+        arrival_ns=burst.arrival_ns + int(at_s * 1e9),
+        tenant=np.full(n, names.index(name), dtype=np.int32),
+        tenant_names=names,
+    )  # fmt: skip
+    return dataclasses.replace(merge([trace, burst]), assumptions=())
+
+
+def test_two_bursts_that_hide_each_other_are_both_named() -> None:
+    calm = with_tenants(chats(800, 6.0), ("a", "b", "c"))
+    found = told(with_burst(with_burst(calm, "c", 30), "a", 90, seed=9))
+    guilty = [v for v in found.verdicts if v.guilty]
+    assert sorted(v.suspect.name for v in guilty) == ["a", "c"]
+    assert all(v.others == 1 for v in guilty)  # neither is to be seen while the other is there
+    assert "where the 1 other suspect is taken out" in " ".join(found.sentences)
+
+
+def test_a_burst_and_a_giant_prompt_are_both_named() -> None:
+    planted = with_burst(with_tenants(chats(800, 6.0), ("a", "b", "c")), "b", 60)
+    prompts = planted.prompt_tokens.copy()
+    prompts[1000] = 120_000
+    found = told(dataclasses.replace(planted, prompt_tokens=prompts))
+    assert {kind for kind, _ in culprits(found)} == {"prompt", "tenant"}
+
+
+def test_a_tenant_is_not_blamed_for_the_giant_prompt_in_its_small_burst() -> None:
+    planted = with_burst(
+        with_tenants(chats(800, 4.0), ("a", "b", "c")), "c", 60, 30, prompt=(100, 300)
+    )
+    prompts = planted.prompt_tokens.copy()
+    row = int(np.flatnonzero(planted.arrival_ns >= 60.2 * 1e9)[0])
+    prompts[row] = 120_000
+    tenant = np.array(planted.tenant)
+    tenant[row] = 2
+    found = told(dataclasses.replace(planted, prompt_tokens=prompts, tenant=tenant))
+    assert culprits(found) == [("prompt", "120,000")]
+
+
+def test_a_burst_on_a_cache_too_small_for_the_calm_names_both() -> None:
+    calm, flags = with_tenants(chats(800, 6.0), ("a", "b", "c")), {"max_model_len": 2048}
+    blocks = int(0.8 * peak_blocks(calm, num_gpu_blocks_override=50_000, **flags))
+    found = told(with_burst(calm, "c", 60, 200), num_gpu_blocks_override=blocks, **flags)
+    assert culprits(found) == [("tenant", "c")]
+    assert "The KV cache size is too small" in " ".join(found.sentences)
+
+
+def test_a_block_too_large_on_a_cache_too_small_names_both() -> None:
+    trace, flags = sharing(1500, 500), {"max_model_len": 4096, "block_size": 512}
+    blocks = int(0.8 * peak_blocks(trace, num_gpu_blocks_override=50_000, **flags))
+    said = " ".join(told(trace, num_gpu_blocks_override=blocks, **flags).sentences)
+    assert "The block size is too large" in said
+    assert "The KV cache size is a limit too" in said
+
+
+@pytest.mark.parametrize("model, gpu, ranks", [(MODEL, "h100", 1), ("meta-llama/Llama-3.1-70B-Instruct", "h100", 4)])  # fmt: skip
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_culprits_are_named_on_other_models_and_fleets_under_azures_traffic(
+    model: str, gpu: str, ranks: int, replicas: int
+) -> None:
+    azure = read_trace(Path(__file__).parent.parent / "traces/azure2023_conv.csv", limit=600)
+    flags = {"tensor_parallel_size": ranks}
+
+    def judged(trace: Trace) -> Advice:
+        setup = Setup(model, gpu, flags, replicas=replicas, route="least-requests")
+        found = advise(trace, setup, Load())
+        assert found is not None
+        return found
+
+    steady = with_tenants(dataclasses.replace(azure, assumptions=()), ("a", "b", "c"))
+    assert culprits(judged(steady)) == []
+    prompts = steady.prompt_tokens.copy()
+    prompts[300] = 120_000
+    assert culprits(judged(dataclasses.replace(steady, prompt_tokens=prompts))) == [
+        ("prompt", "120,000")
+    ]
+    burst = with_burst(steady, "b", 60, 300 * replicas, prompt=(1000, 3000))
+    assert culprits(judged(burst)) == [("tenant", "b")]
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
