@@ -234,12 +234,15 @@ def predict(params: dict[str, Any], rows: Sequence[StepSample]) -> FloatArray:
 
 
 def errors(params: dict[str, Any], rows: Sequence[StepSample]) -> dict[str, Any]:
-    """Error of the total step time, predicted against measured; percentages are of the measured value.
+    """Error of the total step time, predicted against measured (`errors_of`)."""
+    return errors_of(predict(params, rows), np.array([row.total_s for row in rows]))
+
+
+def errors_of(predicted: FloatArray, measured: FloatArray) -> dict[str, Any]:
+    """How far step times are off; percentages are of the measured value.
 
     `bias_pct` is of the sum of all steps: how much too long a whole run would take.
     """
-    predicted = predict(params, rows)
-    measured = np.array([row.total_s for row in rows])
     relative = (predicted - measured) / measured * 100
     return {
         "median_abs_pct": round(float(np.median(np.abs(relative))), 3),

@@ -157,20 +157,28 @@ SERVER_FLAGS = (
     help="Measure nothing: correct --prior from a result of `vllm bench serve --save-detailed`.",
 )
 @click.option(
+    "--from-steps",
+    "steps",
+    type=click.Path(path_type=Path),
+    metavar="LOG",
+    help="Measure nothing: fit a log of engine steps, vLLM's (--enable-logging-iteration-details) or a "
+    "recorder's.",
+)
+@click.option(
     "--trace",
     type=click.Path(path_type=Path),
     help="With --from-bench: the trace that caused it; without, no prompts share a beginning.",
 )
 @click.option(
     "--prior",
-    help="With --from-bench: profile to correct, by path or bundled name. Default: a bundled one that fits, "
-    "else the roofline.",
+    help="With --from-bench or --from-steps: profile to correct, by path or bundled name. Default: a bundled "
+    "one that fits, else the roofline.",
 )
 @click.option(
     "--data-parallel-size",
     "-dp",
     type=click.IntRange(min=1),
-    help="Of the server that was measured, with --from-bench; so are the next five.",
+    help="Of the server that was measured, with --from-bench or --from-steps; so are the next five.",
 )
 @click.option(
     "--enable-prefix-caching/--no-enable-prefix-caching",
@@ -202,6 +210,7 @@ def calibrate(
     refit: bool,
     tables: Path | None,
     bench: Path | None,
+    steps: Path | None,
     trace: Path | None,
     prior: str | None,
     as_json: bool,
@@ -223,19 +232,27 @@ def calibrate(
     from vsim.models.hardware import find_gpu
 
     device = find_gpu(gpu)
-    spec, _ = model_and_config(model)
+    spec, config = model_and_config(model)
     target = out or Path(f"{device.name}-{spec.name.rsplit('/', 1)[-1]}.json".lower())
     if target.suffix != ".json":
         raise UserError(f"--out {target} must end in .json: the artifact is a JSON file")
     if not target.parent.is_dir():
         raise UserError(f"--out {target}: the folder {target.parent} does not exist")
-    _one_source(bench=bench, tables=tables, refit=refit, trace=trace, prior=prior, flags=flags)
+    sources = {"--from-bench": bench, "--from-steps": steps, "--from-tables": tables}
+    _one_source({**sources, "--refit": refit or None}, trace, prior, flags)
     if tables is not None:
         calibrate_from.from_tables(tables, device, spec, tensor_parallel_size, target, as_json)
         return
     hint = calibrate_from.usage(target, model, device, kv_cache_gib)
-    if bench is not None:
+    if bench is not None or steps is not None:
         served = _served(device, model, tensor_parallel_size, block_sizes, kv_cache_gib, flags)
+    if steps is not None:
+        blocks = flags["num_gpu_blocks_override"]
+        calibrate_from.from_steps(
+            steps, served, config, prior, blocks, _command_line(), target, as_json, hint
+        )
+        return
+    if bench is not None:
         calibrate_from.from_bench(
             bench, trace, served, prior, reading, _command_line(), target, as_json, hint
         )
@@ -289,25 +306,22 @@ def calibrate(
 
 
 def _one_source(
-    *,
-    bench: Path | None,
-    tables: Path | None,
-    refit: bool,
-    trace: Path | None,
-    prior: str | None,
-    flags: dict[str, Any],
+    sources: dict[str, Any], trace: Path | None, prior: str | None, flags: dict[str, Any]
 ) -> None:
     """Refuse sources that exclude each other, and flags without the source that they belong to."""
-    given = {"--from-bench": bench is not None, "--from-tables": tables is not None}
-    given["--refit"] = refit
-    several = [name for name, is_given in given.items() if is_given]
-    if len(several) > 1:
-        raise UserError(f"{' and '.join(several)} are different sources: give one")
-    if bench is None:
-        stray = [name for name, value in (("--trace", trace), ("--prior", prior)) if value]
-        stray += ["--" + name.replace("_", "-") for name in SERVER_FLAGS if flags[name] is not None]
-        if stray:
-            raise UserError(f"{stray[0]} belongs to --from-bench: without it, it has no use here")
+    given = [name for name, value in sources.items() if value is not None]
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(given)} are different sources: give one")
+    if trace is not None and given != ["--from-bench"]:
+        raise UserError("--trace belongs to --from-bench: without it, it has no use here")
+    if given in (["--from-bench"], ["--from-steps"]):
+        return
+    stray = [] if prior is None else ["--prior"]
+    stray += ["--" + name.replace("_", "-") for name in SERVER_FLAGS if flags[name] is not None]
+    if stray:
+        raise UserError(
+            f"{stray[0]} belongs to --from-bench and --from-steps: without them, it has no use here"
+        )
 
 
 def _served(
@@ -403,7 +417,10 @@ def _progress_line() -> Any:
 
 def _command_line() -> str:
     """The command as typed, folders cut off: an artifact travels, its writer's paths don't."""
-    words = ["vsim", *sys.argv[1:]]
-    return shlex.join(
-        Path(word).name if "/" in word and Path(word).exists() else word for word in words
-    )
+
+    def plain(word: str) -> str:
+        path = Path(word)
+        is_file = "/" in word and (path.exists() or path.parent.is_dir())
+        return path.name if is_file else word
+
+    return shlex.join(["vsim", *map(plain, sys.argv[1:])])

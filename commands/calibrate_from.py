@@ -1,4 +1,4 @@
-"""`vsim calibrate --from-tables / --from-bench / --from-steps`: an artifact from what somebody else measured."""
+"""`vsim calibrate --from-tables`, `--from-bench`, `--from-steps`: an artifact from what somebody else measured."""
 
 from __future__ import annotations
 
@@ -82,6 +82,27 @@ def from_bench(
         + ", ".join(f"{name.upper()} {error:+.1f} %" for name, error in before.items())
     )
     click.echo(f"written: {plain(target.name)} (use it with: {hint})")
+
+
+def from_steps(
+    log: Path,
+    deployment: Deployment,
+    model_config: dict[str, Any],
+    prior: str | None,
+    blocks: int | None,
+    command: str,
+    target: Path,
+    as_json: bool,
+    hint: str,
+) -> None:
+    """A step model from a log of steps, with its error on the steps held out."""
+    from vsim.calibrate.from_steps import from_steps as fit
+    from vsim.models.artifact import write_calibration
+
+    held = None if blocks is None else blocks * deployment.scheduler.block_size
+    calibration = fit(log, deployment, model_config, prior, held, command)
+    write_calibration(calibration, target)
+    tell(calibration, target, as_json, hint)
 
 
 def tell(calibration: Calibration, target: Path, as_json: bool, hint: str) -> None:
