@@ -28,7 +28,9 @@ from vsim.sim.explain import (
 from vsim.sim.run import FINISHED, Run
 from vsim.sim.run_io import read_run, write_run
 from vsim.sim.summary import summarize
+from vsim.tests.causes import ROOT, runs, wrong
 from vsim.tests.make_run import MS, S, make_run, random_run
+from vsim.traces.readers import read_trace
 from vsim.traces.trace import Trace
 
 
@@ -98,6 +100,16 @@ def test_the_parts_of_drawn_runs_add_up_too() -> None:
         ]
         adds_up(run)
         adds_up(dataclasses.replace(run, preemption_spans=np.array(spans)))
+
+
+@pytest.mark.parametrize(
+    "name, most", [("traces/azure2023_conv.csv", 200), ("tests/data/traces/mooncake_conversation_head.jsonl", 60)]
+)  # fmt: skip
+def test_the_parts_add_up_on_real_traces_whatever_serves_them(name: str, most: int) -> None:
+    # Whole traces: python tests/causes.py
+    trace = read_trace(ROOT / name, limit=most)
+    kinds = [(kind.name, wrong(run)) for kind, run in runs(trace, most)]
+    assert [name for name, count in kinds if count] == [] and len(kinds) > 10
 
 
 def test_each_part_of_a_life_told_by_hand() -> None:
