@@ -13,8 +13,9 @@ import time
 from fractions import Fraction
 from pathlib import Path
 
+from vsim.sim.plan.candidates import Space
 from vsim.sim.plan.evaluate import Question, engine_of, evaluate
-from vsim.sim.plan.search import Space, search
+from vsim.sim.plan.search import search
 from vsim.sim.plan.slo import parse_slo
 from vsim.sim.replay import Load
 from vsim.sim.sweep import Workers

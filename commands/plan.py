@@ -12,6 +12,11 @@ from vsim.commands.options import engine_options
 from vsim.commands.trace_options import read_options
 from vsim.errors import UserError
 
+# Settings of a sweep that are the load, not the deployment, or that no `vllm serve` line could say.
+NO_CHOICE = frozenset(
+    ("replicas", "request_rate", "burstiness", "time_scale", "limit", "seed", "max_concurrency", "overlong",
+     "swap_above_tokens", "victim_rule", "num_cpu_blocks", "pcie_gbps", "overlap_swaps", "usage")
+)  # fmt: skip
 # Where nothing else is varied: what a planner would try first.
 DEFAULT_SPACE = {"tensor_parallel_size": "1,2,4,8", "max_num_batched_tokens": "2048,8192"}
 
@@ -129,9 +134,11 @@ def plan(
     the slow end of their error (docs/plan.md). Exit code 1: nothing in the space does.
     """
     from vsim.sim.cost import read_prices
+    from vsim.sim.plan.around import look_around
+    from vsim.sim.plan.candidates import Space
     from vsim.sim.plan.evaluate import Question
     from vsim.sim.plan.render import plan_data, plan_json, render
-    from vsim.sim.plan.search import Space, look_around, search
+    from vsim.sim.plan.search import search
     from vsim.sim.plan.slo import check_slos, goodput_slo, parse_slo
     from vsim.sim.replay import Load
     from vsim.sim.sweep import Workers
@@ -163,9 +170,14 @@ def plan(
     if price_list is not None and isinstance(gpu_choices, list):
         for gpu in gpu_choices:
             price_list.of(str(gpu))
-    for name in ("replicas", "request_rate", "burstiness", "time_scale", "limit", "seed"):
-        if name in space:
-            raise UserError(f"{name} is no choice of a plan: see vsim plan --help")
+    for name in space:
+        if name in NO_CHOICE:
+            raise UserError(
+                f"{name} is no choice of a plan: it would ask another question of each deployment, or vLLM "
+                "has no flag for it"
+            )
+    if engine_flags.get("usage") == "llm":
+        raise UserError("--usage llm: a plan is for `vllm serve`, not for the offline LLM class")
     given = {**engine_flags, "profile": profile, "route": route}
     fixed = {name: value for name, value in given.items() if value is not None}
     if "model" not in fixed and "model" not in space:

@@ -19,6 +19,8 @@ from vsim.models.load import load_step_model
 from vsim.models.step import StepShape
 from vsim.models.uncertainty import Uncertainty, slowed
 from vsim.sim.plan import search as search_module
+from vsim.sim.plan.around import look_around
+from vsim.sim.plan.candidates import Candidate, Space
 from vsim.sim.plan.evaluate import (
     Evaluation,
     Probe,
@@ -29,7 +31,7 @@ from vsim.sim.plan.evaluate import (
     serve_line,
 )
 from vsim.sim.plan.render import plan_data, plan_json, render
-from vsim.sim.plan.search import Candidate, Space, look_around, search, smallest
+from vsim.sim.plan.search import search, smallest
 from vsim.sim.plan.slo import goodput_slo, parse_slo
 from vsim.sim.replay import Load
 from vsim.sim.sweep import Workers
@@ -271,7 +273,7 @@ def test_an_impossible_objective_names_the_nearest_miss() -> None:
     assert plan.best is None and plan.nearest is not None
     said = render(plan, trace, space, question, None, ["gpu"])
     assert said.startswith("Nothing in this space meets the objectives.")
-    assert "Nearest miss: " in said and "compute binds" in said
+    assert "Nearest miss of those simulated: " in said and "compute binds" in said
     json.loads(plan_json(plan_data(plan, trace, space, question, None, {})))
 
 

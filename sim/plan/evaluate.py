@@ -47,6 +47,10 @@ KEPT = (
     "output_throughput",
     "preemptions",
     "kv_usage_peak",
+    # What a bill counts:
+    "duration",
+    "total_input_tokens",
+    "total_output_tokens",
 )
 
 
@@ -240,20 +244,25 @@ def _binds(run: Run, slo: Slo, summary: Mapping[str, Any]) -> str:
     return BINDS.get(max(parts, key=lambda key: parts[key]), COMPUTE)
 
 
+# Settings that are no flag of `vllm serve`.
+NO_SERVE_FLAGS = ("gpu", "profile", "route", "replicas", "usage", "engine", "engine_version")
+
+
 def serve_line(point: Sequence[tuple[str, Any]] | Mapping[str, Any]) -> str:
-    """`vllm serve` with the flags that `point` sets, ready for a shell."""
+    """`vllm serve` with the flags that `point` sets, ready for a shell; V0 is asked for as 0.8.5 wants it."""
     import shlex
 
     settings = dict(point)
     words = ["vllm", "serve", str(settings.pop("model"))]
-    for name in ("gpu", "profile", "route", "replicas", "max_num_active_seqs", "usage", "engine"):
+    is_v0 = settings.get("engine") == "v0"
+    for name in NO_SERVE_FLAGS:
         settings.pop(name, None)
     for name, value in settings.items():
         flag = name.replace("_", "-")
-        if value is None or name == "engine_version":
+        if value is None:
             continue
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
         else:
             words += [f"--{flag}", str(value)]
-    return shlex.join(words)
+    return "VLLM_USE_V1=0 " * is_v0 + shlex.join(words)

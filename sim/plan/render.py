@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 from vsim import __version__
-from vsim.sim.cost import HOURS_PER_MONTH, Prices
+from vsim.sim.bill import PARTS
+from vsim.sim.cost import HOURS_PER_MONTH, Cost, Prices
+from vsim.sim.plan.candidates import Candidate, Plan, Space
 from vsim.sim.plan.evaluate import Evaluation, Question, serve_line
-from vsim.sim.plan.search import Candidate, Plan, Space
-from vsim.sim.text import number, plain
+from vsim.sim.plan.money import beside_gpus, bill_of
+from vsim.sim.text import number, plain, short
 from vsim.traces.trace import Trace
 
 SCHEMA = "vsim/plan/1"
 RUNNERS_UP = 5
+V0_RELEASE = "0.8.5"  # what --engine v0 stands for
 
 
 def render(
@@ -29,7 +33,7 @@ def render(
     """The answer first, then what surrounds it, what was skipped, and what all of it assumes."""
     lines: list[str] = []
     if plan.best is None:
-        lines += _nothing(plan, question, varied)
+        lines += _nothing(plan, space, question, varied)
     else:
         lines += _answer(plan, space, question, prices, varied)
         lines += ["", *_frontier(plan, space, question, prices, varied)]
@@ -58,7 +62,7 @@ def _answer(
     spare = f" ({space.survive} may fail)" if space.survive else ""
     lines = [
         f"Plan: {_replicas(plan.replicas)}{spare} of {_settings(best, varied)}",
-        f"  {_gpus(best.looked.gpus * plan.replicas)}, {_cost(best, plan.replicas, prices)}",
+        *_cost(best.looked.gpus * plan.replicas, bill_of(plan, space, prices)),
         "",
         *_slo_lines(question, seen, plan.expected),
         f"  Binding: {seen.binds}.",
@@ -71,16 +75,23 @@ def _answer(
             f"  One replica fewer: {slo.text} missed ({slo.told(value)}), {fewer.binds} binds."
         )
     if plan.headroom is not None:
-        beyond = "at least " if plan.headroom_beyond else ""
-        lines.append(f"  Headroom: met up to {beyond}{plan.headroom:.2f} times this traffic.")
-    lines += ["", "Each replica:", f"  {serve_line(best.point)}"]
+        lines.append(
+            f"  Headroom: met at {plan.headroom:.2f} times this traffic, missed at {plan.knee:.2f} times."
+            if plan.knee is not None
+            else f"  Headroom: met at {plan.headroom:.2f} times this traffic, the most that was tried."
+        )
+    version = best.point.get("engine_version")
+    if version is None and best.point.get("engine") == "v0":
+        version = V0_RELEASE
+    version = f" (vLLM {plain(version)})" if version is not None else ""
+    lines += ["", f"Each replica{version}:", f"  {serve_line(best.point)}"]
     route = best.point.get("route") or "round-robin"
     if plan.replicas > 1:
         lines.append(f"behind a router that sends by {route}.")
     return lines
 
 
-def _nothing(plan: Plan, question: Question, varied: Sequence[str]) -> list[str]:
+def _nothing(plan: Plan, space: Space, question: Question, varied: Sequence[str]) -> list[str]:
     lines = ["Nothing in this space meets the objectives."]
     if plan.nearest is None:
         return lines
@@ -89,7 +100,8 @@ def _nothing(plan: Plan, question: Question, varied: Sequence[str]) -> list[str]
     value = seen.values[seen.ratios.index(seen.worst)]
     return [
         *lines,
-        f"Nearest miss: {_replicas(seen.replicas)} of {_settings(candidate, varied)}",
+        f"Nearest miss of those simulated: {_replicas(seen.replicas + space.survive)} of "
+        f"{_settings(candidate, varied)}",
         f"  {slo.text} is {slo.told(value)}"
         + (f", {seen.worst:.3g} times its limit" if math.isfinite(seen.worst) else "")
         + f"; {seen.binds} binds.",
@@ -123,6 +135,7 @@ def _frontier(
     lines.append(
         f"  {_unit(prices):>12}  " + "".join(f"{head:>16}" for head in heads) + "  deployment"
     )
+    beside = beside_gpus(bill_of(plan, space, prices))
     for cost, candidate, seen in frontier(plan, space):
         values = "".join(
             f"{slo.told(value):>16}" for slo, value in zip(question.slos, seen.values, strict=True)
@@ -130,7 +143,7 @@ def _frontier(
         mark = "" if seen.met else "  (misses)"
         size = _replicas(seen.replicas + space.survive)
         lines.append(
-            f"  {number(float(cost)):>12}  {values}  {size} of {_settings(candidate, varied)}{mark}"
+            f"  {number(float(cost + beside)):>12}  {values}  {size} of {_settings(candidate, varied)}{mark}"
         )
     return lines
 
@@ -178,14 +191,22 @@ def _others(plan: Plan, space: Space, question: Question, varied: Sequence[str])
         if c.seen and c.smallest_met() is None
     ]
     if missed:
-        lines.append("Simulated and missed:")
+        lines.append(
+            "Simulated and missed"
+            + (
+                ", with as many replicas as cost no more than the plan"
+                if plan.best is not None
+                else ""
+            )
+            + ":"
+        )
         for seen, candidate in sorted(missed, key=lambda found: (found[0].worst, found[1].number))[
             :RUNNERS_UP
         ]:
             slo = question.slos[seen.ratios.index(seen.worst)]
             value = seen.values[seen.ratios.index(seen.worst)]
             lines.append(
-                f"  {_replicas(seen.replicas)} of {_settings(candidate, varied)}: {slo.text} is "
+                f"  {_replicas(seen.replicas + space.survive)} of {_settings(candidate, varied)}: {slo.text} is "
                 f"{slo.told(value)}, {seen.binds} binds"
             )
         if len(missed) > RUNNERS_UP:
@@ -217,7 +238,8 @@ def assumptions(plan: Plan, question: Question, prices: Prices | None, space: Sp
             f"{question.pessimism:g} standard deviations slower than predicted (one is {shares} here; "
             "1.645: the end of a 90 % interval)"
         ),
-        "more replicas never make an objective worse; no replica fails"
+        _monotone(plan)
+        + "; no replica fails"
         + (f" beyond {space.survive}" if space.survive else ""),
         *_worsened(plan),
         *space.assumed,
@@ -227,6 +249,11 @@ def assumptions(plan: Plan, question: Question, prices: Prices | None, space: Sp
         said.append("no --prices: cost counts GPUs, whatever their kind")
     else:
         said.append(prices.told)
+        if beside_gpus(bill_of(plan, space, prices)):
+            said.append(
+                "storage, network and other cost the same whichever deployment is chosen, for traffic like "
+                "the plan's expected run: they are in every amount and decide nothing"
+            )
     if plan.best is not None:
         seen = plan.best.seen[plan.replicas - space.survive].assumptions
     else:
@@ -234,11 +261,22 @@ def assumptions(plan: Plan, question: Question, prices: Prices | None, space: Sp
     return [*said, *seen]
 
 
+def _monotone(plan: Plan) -> str:
+    """What sizes that were not simulated are taken for."""
+    if not plan.scanned:
+        return "sizes that were not simulated: more replicas never make an objective worse"
+    many = "1 candidate" if plan.scanned == 1 else f"{plan.scanned} candidates"
+    return (
+        f"more replicas made an objective worse in {many}, simulated at every size that could be cheaper; elsewhere "
+        "they are taken never to"
+    )
+
+
 def _worsened(plan: Plan) -> list[str]:
     """Where simulations contradict what the search rests on."""
     found = ((c, c.worsened()) for c in plan.candidates)
     return [
-        f"candidate {c.number + 1} contradicts this: {_replicas(two[0])} met every objective and "
+        f"candidate {c.number + 1} ({plain(c.point['gpu'])}): {_replicas(two[0])} met every objective and "
         f"{two[1]} did not; treat it as on the edge"
         for c, two in found
         if two is not None
@@ -255,6 +293,8 @@ def plan_data(
 ) -> dict[str, Any]:
     """The whole search as JSON-ready data, schema `vsim/plan/1`."""
     best = plan.best
+    bill = bill_of(plan, space, prices)
+    beside = beside_gpus(bill)
     return {
         "schema": SCHEMA,
         "vsim_version": __version__,
@@ -283,11 +323,12 @@ def plan_data(
             "candidate": best.number,
             "replicas": plan.replicas,
             "gpus": best.looked.gpus * plan.replicas,
-            "cost_per_hour": float(best.cost(plan.replicas)),
-            "cost_per_month": float(best.cost(plan.replicas) * HOURS_PER_MONTH),
+            "cost_per_hour": float(best.cost(plan.replicas) + beside),
+            "cost_per_month": float((best.cost(plan.replicas) + beside) * HOURS_PER_MONTH),
+            "bill": None if bill is None else bill.as_dict(),
             "serve": serve_line(best.point),
             "headroom": plan.headroom,
-            "headroom_beyond": plan.headroom_beyond,
+            "headroom_missed_at": plan.knee,
         },
         "nearest_miss": None
         if plan.nearest is None
@@ -297,16 +338,16 @@ def plan_data(
             {
                 "candidate": c.number,
                 "replicas": seen.replicas + space.survive,
-                "cost_per_hour": float(cost),
+                "cost_per_hour": float(cost + beside),
             }
             for cost, c, seen in frontier(plan, space)
         ],
-        "candidates": [_candidate_data(c, space) for c in plan.candidates],
+        "candidates": [_candidate_data(c, space, beside) for c in plan.candidates],
         "assumptions": assumptions(plan, question, prices, space),
     }
 
 
-def _candidate_data(candidate: Candidate, space: Space) -> dict[str, Any]:
+def _candidate_data(candidate: Candidate, space: Space, beside: Fraction) -> dict[str, Any]:
     look = candidate.looked
     return {
         "candidate": candidate.number,
@@ -317,7 +358,7 @@ def _candidate_data(candidate: Candidate, space: Space) -> dict[str, Any]:
         "simulated": [
             {
                 "replicas": n,
-                "cost_per_hour": float(candidate.cost(n + space.survive)),
+                "cost_per_hour": float(candidate.cost(n + space.survive) + beside),
                 "met": seen.met,
                 "values": list(seen.values),
                 "ratios": [ratio if math.isfinite(ratio) else None for ratio in seen.ratios],
@@ -361,9 +402,26 @@ def _unit(prices: Prices | None) -> str:
     return "GPUs" if prices is None else f"{prices.currency}/hour"
 
 
-def _cost(candidate: Candidate, replicas: int, prices: Prices | None) -> str:
-    cost = candidate.cost(replicas)
-    if prices is None:
-        return "cost not known (no --prices)"
-    month = number(float(cost * HOURS_PER_MONTH))
-    return f"{number(float(cost))} {prices.currency} an hour, {month} a month of 730 hours for GPUs"
+def _cost(gpus: int, bill: Cost | None) -> list[str]:
+    """The bill in words: an hour, a month and what that is made of, a million tokens."""
+    if bill is None:
+        return [f"  {_gpus(gpus)}, cost not known (no --prices)"]
+    amounts = [bill.gpus_per_month, bill.storage_per_month, bill.network_per_month]
+    parts = [
+        f"{name} {number(float(amount))}"
+        for name, amount in zip(PARTS, [*amounts, bill.other_per_month], strict=True)
+        if amount
+    ]
+    per_token = " / ".join(
+        short(None if amount is None else float(amount))
+        for amount in (
+            bill.per_million_input_tokens,
+            bill.per_million_output_tokens,
+            bill.per_million_tokens,
+        )
+    )
+    return [
+        f"  {_gpus(gpus)}: {number(float(bill.per_hour))} {bill.currency} an hour, "
+        f"{number(float(bill.per_month))} a month of 730 hours ({', '.join(parts) or 'all free'})",
+        f"  {bill.currency} per million tokens, in / out / all: {per_token}",
+    ]

@@ -14,11 +14,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from fractions import Fraction
 
 from vsim.errors import UserError
-from vsim.sim.plan.evaluate import Evaluation, Probe, Question, evaluate, probe
+from vsim.sim.plan.candidates import Candidate, Plan, Space
+from vsim.sim.plan.doubt import settle_doubts
+from vsim.sim.plan.evaluate import Evaluation, Question, evaluate, probe
 from vsim.sim.sweep import Workers, check_workers, joblib_backend
 from vsim.sim.sweep_space import Point
 from vsim.traces.trace import Trace
@@ -28,72 +29,10 @@ from vsim.traces.trace import Trace
 HOPELESS = 2.0
 # How far the objectives must be missed by requests that come one by one, likewise.
 TOO_SLOW = 1.1
-HEADROOM_STEPS = 5
-MOST_TRAFFIC = 4.0
+# A rival that misses at the plan's price by less than this is tried with one replica fewer as well.
+NEAR_MISS = 1.05
 
 Say = Callable[[str], None]
-
-
-@dataclass(slots=True)
-class Candidate:
-    """A point of the space without its number of replicas, and all that was found out about it."""
-
-    number: int
-    point: Point
-    price: Fraction  # of one GPU-hour, or 1: then cost counts GPUs
-    looked: Probe
-    seen: dict[int, Evaluation] = field(default_factory=dict)
-    skipped: str | None = None
-
-    def cost(self, replicas: int) -> Fraction:
-        """Per hour, of `replicas` replicas."""
-        return self.price * self.looked.gpus * replicas
-
-    def affordable(self, cost: Fraction) -> int:
-        """The most replicas that cost no more than `cost` an hour."""
-        each = self.cost(1)
-        return int(cost // each) if each else 1 << 30
-
-    def worsened(self) -> tuple[int, int] | None:
-        """(few, many) replicas of which the few met the objectives and the many did not; None: as assumed."""
-        few = self.smallest_met()
-        many = [n for n, seen in self.seen.items() if few is not None and n > few and not seen.met]
-        return None if few is None or not many else (few, min(many))
-
-    def smallest_met(self) -> int | None:
-        return min((n for n, seen in self.seen.items() if seen.met), default=None)
-
-
-@dataclass(slots=True)
-class Space:
-    """Where to look: points without replicas, prices by GPU (None: count GPUs), and limits."""
-
-    points: Sequence[Point]
-    price_of: Callable[[str], Fraction] | None = None
-    max_replicas: int = 64
-    survive: int = 0  # replicas that may fail with every objective still met
-    assumed: tuple[str, ...] = ()  # about the space, in sentences
-
-    def most(self, candidate: Candidate) -> int:
-        """Replicas of `candidate` that may serve; data-parallel ranks have a balancer of their own: one."""
-        ranks = candidate.point.get("data_parallel_size") or 1
-        return (1 if int(ranks) > 1 else self.max_replicas) - self.survive
-
-
-@dataclass(slots=True)
-class Plan:
-    """A finished search. `best` None: nothing meets the objectives; `nearest` is who misses least."""
-
-    candidates: list[Candidate]
-    best: Candidate | None
-    replicas: int  # of `best`, those that may fail included
-    nearest: tuple[Candidate, Evaluation] | None
-    offered_rps: float
-    headroom: float | None = None  # traffic times this is still served; None if not asked
-    expected: Evaluation | None = None  # of the plan, with step times as predicted
-    headroom_beyond: bool = False  # it was still served at the most that was tried
-    simulated: int = 0  # requests, in the search
-    afterwards: int = 0  # requests, for headroom and frontier
 
 
 def search(
@@ -111,7 +50,7 @@ def search(
     offered = len(sent) / sent.span_s if sent.span_s > 0 else math.inf
     looked = []
     tasks = [(probe, (trace, point, question)) for point in space.points]
-    for found in _each(tasks, workers):
+    for found in each(tasks, workers):
         looked.append(found)
         say(f"first look at {len(looked)} of {len(tasks)} engines")
     candidates = [
@@ -140,8 +79,13 @@ def search(
                 candidate.skipped = None
             best = _first(trace, able, space, question, offered, say)
     if best is not None:
-        _rivals(trace, [c for c in able if c is not best], best, space, question, workers, say)
+        rivals = [c for c in able if c is not best]
+        _rivals(trace, rivals, best, space, question, offered, workers, say)
+    scanned = settle_doubts(
+        able, space, lambda candidate, n: _look(trace, candidate, n, question), say
+    )
     plan = _settle(candidates, space, offered)
+    plan.scanned = scanned
     plan.simulated = sum(c.looked.simulated for c in candidates)
     plan.simulated += sum(seen.simulated for c in candidates for seen in c.seen.values())
     return plan
@@ -191,9 +135,7 @@ def _first(
         smallest(trace, candidate, question, min(_guess(candidate, offered), most), most)
         if candidate.smallest_met() is not None:
             return candidate
-        candidate.skipped = "missed with " + (
-            "1 replica" if most == 1 else f"each number of replicas up to {most}"
-        )
+        candidate.skipped = "missed with " + _sizes(candidate)
     return None
 
 
@@ -203,14 +145,17 @@ def _rivals(
     best: Candidate,
     space: Space,
     question: Question,
+    offered: float,
     workers: Workers,
     say: Say,
 ) -> None:
-    """One simulation for each rival that could be as cheap; those that pass are sized as well."""
+    """One simulation for each rival that could be as cheap; those that pass are sized as well.
+
+    One more with fewer replicas where fewer may be better: prefixes or sessions are shared, or it is a near miss.
+    """
     smallest_n = best.smallest_met()
     assert smallest_n is not None
     limit = best.cost(smallest_n + space.survive)
-    offered = len(trace) / max(question.load.apply(trace).span_s, 1e-9)
     tried: list[tuple[Candidate, int]] = []
     for rival in rivals:
         if rival.skipped is not None or rival.seen:
@@ -225,15 +170,28 @@ def _rivals(
             continue
         tried.append((rival, most))
     tasks = [(evaluate, (trace, rival.point, most, question)) for rival, most in tried]
-    for done, ((rival, most), seen) in enumerate(zip(tried, _each(tasks, workers), strict=True), 1):
+    for done, ((rival, most), seen) in enumerate(zip(tried, each(tasks, workers), strict=True), 1):
         rival.seen[most] = seen
         if not seen.met:
             rival.skipped = "misses at the plan's price"
         say(f"simulated {done} of {len(tried)} rivals")
+    fewer = [(rival, n) for rival, most in tried if (n := _fewer(rival, most, offered))]
+    tasks = [(evaluate, (trace, rival.point, n, question)) for rival, n in fewer]
+    for (rival, n), seen in zip(fewer, each(tasks, workers), strict=True):
+        rival.seen[n] = seen
     passed = [(rival, most) for rival, most in tried if rival.seen[most].met and most > 1]
     sized = [(_sized, (trace, rival, question, most)) for rival, most in passed]
-    for (rival, _), seen_by_size in zip(passed, _each(sized, workers), strict=True):
+    for (rival, _), seen_by_size in zip(passed, each(sized, workers), strict=True):
         rival.seen |= seen_by_size
+
+
+def _fewer(rival: Candidate, most: int, offered: float) -> int:
+    """A number of replicas below `most`, which misses, that is worth a simulation; 0: none."""
+    if rival.seen[most].met or most < 2:
+        return 0
+    if not rival.looked.telling:
+        return min(_guess(rival, offered), most - 1)
+    return most - 1 if rival.seen[most].worst < NEAR_MISS else 0
 
 
 def _sized(
@@ -243,15 +201,20 @@ def _sized(
     return candidate.seen
 
 
+def _look(trace: Trace, candidate: Candidate, replicas: int, question: Question) -> Evaluation:
+    """That many replicas, simulated unless they have been."""
+    if replicas not in candidate.seen:
+        candidate.seen[replicas] = evaluate(trace, candidate.point, replicas, question)
+    return candidate.seen[replicas]
+
+
 def smallest(
     trace: Trace, candidate: Candidate, question: Question, guess: int, most: int
 ) -> int | None:
     """The least replicas, up to `most`, that meet the objectives; every simulation stays in `seen`."""
 
     def met(replicas: int) -> bool:
-        if replicas not in candidate.seen:
-            candidate.seen[replicas] = evaluate(trace, candidate.point, replicas, question)
-        return candidate.seen[replicas].met
+        return _look(trace, candidate, replicas, question).met
 
     low, high, stride = 0, None, 1  # `low` misses, `high` meets
     at = guess
@@ -268,6 +231,14 @@ def smallest(
             at = min(most, low + stride)
         stride *= 2
     if high is None:
+        if candidate.looked.telling:
+            return None
+        # Fewer may be better here: prefixes are met again sooner.
+        at = guess
+        while at > 1:
+            at = at // 2
+            if met(at):
+                return at
         return None
     while high - low > 1:
         middle = (low + high) // 2
@@ -304,36 +275,10 @@ def _simulate_one(
     least.seen[replicas] = evaluate(trace, least.point, replicas, question)
 
 
-def look_around(
-    trace: Trace, plan: Plan, space: Space, question: Question, workers: Workers
-) -> None:
-    """After the search: one and two replicas more for the frontier, and how much more traffic the plan bears."""
-    best = plan.best
-    assert best is not None
-    serving = plan.replicas - space.survive
-    more = [n for n in (serving + 1, serving + 2) if n not in best.seen and n <= space.most(best)]
-    tasks = [(evaluate, (trace, best.point, n, question)) for n in more]
-    for n, seen in zip(more, _each(tasks, workers), strict=True):
-        best.seen[n] = seen
-        plan.afterwards += seen.simulated
-    as_predicted = dataclasses.replace(question, pessimism=0.0)
-    plan.expected = evaluate(trace, best.point, serving, as_predicted)
-    plan.afterwards += plan.expected.simulated
-    low, high = 1.0, MOST_TRAFFIC
-    for step in range(HEADROOM_STEPS + 1):
-        factor = high if not step else (low * high) ** 0.5
-        load = question.load
-        if load.request_rate is not None:
-            load = dataclasses.replace(load, request_rate=load.request_rate * factor)
-        else:
-            load = dataclasses.replace(load, time_scale=load.time_scale / factor)
-        seen = evaluate(trace, best.point, serving, dataclasses.replace(question, load=load))
-        plan.afterwards += seen.simulated
-        if seen.met and not step:
-            plan.headroom_beyond, low = True, high
-            break
-        low, high = (factor, high) if seen.met else (low, factor)
-    plan.headroom = low
+def _sizes(candidate: Candidate) -> str:
+    """The numbers of replicas that were simulated, in words."""
+    sizes = sorted(candidate.seen)
+    return ", ".join(map(str, sizes)) + (" replica" if sizes == [1] else " replicas")
 
 
 def _name(candidate: Candidate) -> str:
@@ -345,7 +290,7 @@ def _run(task: tuple[Callable[..., object], tuple[object, ...]]) -> object:
     return function(*arguments)
 
 
-def _each(tasks: Sequence[tuple], workers: Workers) -> Iterator:  # type: ignore[type-arg]
+def each(tasks: Sequence[tuple], workers: Workers) -> Iterator:  # type: ignore[type-arg]
     """Results in the order of `tasks`, each a function and its arguments, from one process or many."""
     if len(tasks) < 2 or (workers.backend in ("loky", "threading") and (workers.jobs or 1) == 1):
         yield from map(_run, tasks)
