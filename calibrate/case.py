@@ -18,6 +18,7 @@ from vsim.models.hardware import Gpu, find_gpu
 from vsim.models.links import link_figures
 from vsim.models.load import LoadedStepModel, load_step_model, read_profile
 from vsim.models.model_spec import ModelSpec, load_model, spec_from_config
+from vsim.models.profile_check import Asked, doubts, mismatch, other_engine
 from vsim.models.table_params import StepContext
 from vsim.sim.config import SchedulerConfig
 from vsim.sim.deployment import resolve
@@ -102,7 +103,21 @@ class Case:
         """`profile` if given, else the case's own tables, else a bundled profile, else the roofline."""
         if profile is not None:
             name, calibration = read_profile(profile)
-            return LoadedStepModel(calibration.step_model(self.context), calibration, name)
+            asked = Asked(
+                enforce_eager=self.context.enforce_eager,
+                engine=self.scheduler.engine,
+                engine_version=self.scheduler.engine_version,
+                block_size=self.scheduler.block_size,
+                on_cpu=self.gpu is not None and self.gpu.platform == "cpu",
+            )
+            wrong = mismatch(
+                calibration, self.gpu, self.model, self.tensor_parallel_size
+            ) or other_engine(calibration, asked)
+            if wrong:
+                raise UserError(f"profile {name} is not of this run: {wrong}")
+            notes = doubts(calibration, name, asked)
+            model = calibration.step_model(self.context)
+            return LoadedStepModel(model, calibration, name, notes=notes)
         if (self.folder / "profile").is_dir():
             calibration = self.tables()
             return LoadedStepModel(calibration.step_model(self.context), calibration, "profile/")

@@ -25,7 +25,7 @@ def from_tables(
     from vsim.calibrate.from_tables import from_tables as read
     from vsim.models.artifact import write_calibration
     from vsim.models.links import link_figures
-    from vsim.models.load import mismatch
+    from vsim.models.profile_check import mismatch
 
     if not tables.is_dir():
         raise UserError(f"--from-tables {tables}: no such folder")

@@ -89,8 +89,8 @@ def dualtrack(
     """
     from vsim.commands.replay import _needed
     from vsim.sim.cost import read_prices
-    from vsim.sim.deployment import resolve
     from vsim.sim.dualtrack import Targets, dual_track, fixed_lengths, render
+    from vsim.sim.profile_defaults import resolve_with_profile
     from vsim.traces.readers import read_trace
 
     levels = _numbers("--concurrency", concurrency, ",", "32,64,128")
@@ -101,7 +101,7 @@ def dualtrack(
         raise UserError("--offline-lengths and --offline-trace both say what is sent: give one")
     model, gpu = _needed(engine_flags, profile)
     flags = {name: value for name, value in engine_flags.items() if name not in ("model", "gpu")}
-    deployment = resolve(model, gpu, **flags)
+    deployment, _ = resolve_with_profile(model, gpu, profile, flags)
     price_list = read_prices(prices) if prices is not None else None
     if price_list is not None:
         price_list.of(deployment.gpu.name)

@@ -194,8 +194,8 @@ def replay(
     """
     from vsim.sim.bill import bill, mean_replicas
     from vsim.sim.cost import read_prices
-    from vsim.sim.deployment import resolve
     from vsim.sim.metrics import parse_goodput
+    from vsim.sim.profile_defaults import resolve_with_profile
     from vsim.sim.replay import Load, step_model_for, with_preemption
     from vsim.sim.replay import replay as simulate_trace
     from vsim.sim.router import named_route
@@ -220,8 +220,9 @@ def replay(
     price_list = read_prices(prices) if prices is not None else None
     model, gpu = _needed(engine_flags, profile)
     flags = {name: value for name, value in engine_flags.items() if name not in ("model", "gpu")}
+    resolved, flags = resolve_with_profile(model, gpu, profile, flags)
     deployment = with_preemption(
-        resolve(model, gpu, **flags),
+        resolved,
         swap_above_tokens=swap_above_tokens,
         victim_rule=victim_rule,
         num_cpu_blocks=num_cpu_blocks,

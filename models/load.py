@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,25 +14,13 @@ from vsim.models.artifact import Calibration, read_calibration
 from vsim.models.domain import WORDS, Domain
 from vsim.models.engine_steps import block_size_note
 from vsim.models.hardware import Gpu
-from vsim.models.model_spec import ModelSpec, load_model
+from vsim.models.model_spec import ModelSpec
+from vsim.models.profile_check import Asked, doubts, mismatch, other_engine
 from vsim.models.roofline import LABEL, roofline_params
 from vsim.models.step import FloatArray, StepModel, StepShape, decode_run_seconds, lockstep_seconds
 from vsim.models.table_params import StepContext
 
 HERE = Path(__file__).parent
-# What a step's kernels depend on.
-_SHAPE = (
-    "hidden_size",
-    "num_attention_heads",
-    "num_kv_heads",
-    "head_size",
-    "intermediate_size",
-    "vocab_size",
-    "layers",
-    "mla",
-    "moe",
-    "quantization",
-)
 # What a profile's numbers can break in the arithmetic of a step model, and the longest step that is one.
 _BROKEN = (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError)
 MAX_STEP_S = 1e6
@@ -231,17 +218,21 @@ def load_step_model(
     weight_bytes_per_param: float = 2.0,
     kv_bytes_per_element: float = 2.0,
     context: StepContext | None = None,
+    asked: Asked | None = None,
 ) -> LoadedStepModel:
     """The step model for a deployment.
 
     `profile`: a path or bundled name; without one the bundled profile of this `gpu` (a `Gpu`), `model`
     (a `ModelSpec`) and `tensor_parallel_size`, and without that the roofline. A given profile of another
-    GPU, model or tensor-parallel size is refused (UserError).
+    GPU, model, tensor-parallel size, precision or release (`asked`) is refused (UserError).
     """
     context = context or StepContext()
+    asked = asked or Asked()
     if profile is not None:
         name, calibration = read_profile(profile)
-        wrong = mismatch(calibration, gpu, model, tensor_parallel_size)
+        wrong = mismatch(calibration, gpu, model, tensor_parallel_size) or other_engine(
+            calibration, asked
+        )
         if wrong:
             raise UserError(f"profile {name} does not fit this deployment: {wrong}")
         note = (
@@ -250,6 +241,7 @@ def load_step_model(
             else None
         )
         notes: tuple[str, ...] = (note,) if note else ()
+        notes += doubts(calibration, name, asked)
         notes += _other_widths(calibration, name, weight_bytes_per_param, kv_bytes_per_element)
         return LoadedStepModel(_built(calibration, context), calibration, name, notes=notes)
     if gpu is None or model is None:
@@ -259,7 +251,10 @@ def load_step_model(
             if mismatch(_says(path), gpu, model, tensor_parallel_size):
                 continue
             calibration = _read(path)
-            if not mismatch(calibration, gpu, model, tensor_parallel_size):
+            if not (
+                mismatch(calibration, gpu, model, tensor_parallel_size)
+                or other_engine(calibration, asked)
+            ):
                 return LoadedStepModel(_built(calibration, context), calibration, name)
     calibration = Calibration(
         kind="roofline",
@@ -292,38 +287,3 @@ def _other_widths(
         f"profile {name} was measured in {measured}; this deployment's {which} is narrower: its steps are "
         "taken as long as with 16 bits",
     )
-
-
-def mismatch(
-    calibration: Calibration, gpu: Gpu | None, model: ModelSpec | None, tensor_parallel_size: int
-) -> str | None:
-    """Why the profile is not one of this deployment; None: it is, or does not say."""
-    says = calibration.provenance
-    if gpu is not None and (says.get("gpu") or says.get("gpu_name")):
-        known = {_plain(name) for name in (gpu.name, gpu.device_name, *gpu.aliases)}
-        if not known & {_plain(str(says.get("gpu", ""))), _plain(str(says.get("gpu_name", "")))}:
-            return (
-                f"it was measured on {says.get('gpu') or says.get('gpu_name')}, not on {gpu.name}"
-            )
-    if model is not None and says.get("model") and not _same_model(str(says["model"]), model):
-        return f"it was measured with {says['model']}, not with {model.name}"
-    tp = says.get("tensor_parallel_size")
-    if tp is not None and int(tp) != tensor_parallel_size:
-        return f"it was measured with tensor_parallel_size={tp}, not {tensor_parallel_size}"
-    return None
-
-
-def _same_model(name: str, model: ModelSpec) -> bool:
-    """By name, or by shape where the catalogue knows `name`: fine-tunes and local folders run alike."""
-    if _plain(name) == _plain(model.name):
-        return True
-    try:
-        other = load_model(name)
-    except UserError:
-        return False
-    return all(getattr(other, field) == getattr(model, field) for field in _SHAPE)
-
-
-def _plain(name: str) -> str:
-    """Letters and digits of a name, lower case, without an organisation's prefix."""
-    return re.sub(r"[^a-z0-9]", "", name.lower().rsplit("/", 1)[-1])

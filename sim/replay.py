@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vsim import __version__
 from vsim.errors import UserError
 from vsim.models.load import LoadedStepModel, load_step_model
+from vsim.models.profile_check import Asked
 from vsim.models.table_params import StepContext
 from vsim.sim.cluster import ReplicaSpec, simulate_cluster
 from vsim.sim.config import SchedulerConfig
@@ -122,6 +123,16 @@ def step_model_for(deployment: Deployment, profile: str | None = None) -> Loaded
             data_parallel_size=deployment.data_parallel_size,
             enable_expert_parallel=deployment.enable_expert_parallel,
             block_size=deployment.scheduler.block_size,
+        ),
+        asked=Asked(
+            dtype=deployment.dtype,
+            quantization=deployment.flags.get("quantization") or "",
+            kv_cache_dtype=deployment.kv_cache_dtype,
+            enforce_eager=deployment.enforce_eager,
+            engine=deployment.scheduler.engine,
+            engine_version=deployment.scheduler.engine_version,
+            block_size=deployment.scheduler.block_size,
+            on_cpu=deployment.gpu.platform == "cpu",
         ),
     )
 

@@ -15,7 +15,8 @@ from vsim import __version__
 from vsim.errors import UserError
 from vsim.models.load import LoadedStepModel, read_profile
 from vsim.models.model_spec import load_model
-from vsim.sim.deployment import Deployment, resolve
+from vsim.sim.deployment import Deployment
+from vsim.sim.profile_defaults import resolve_with_profile
 from vsim.sim.replay import (
     Load,
     replay,
@@ -74,8 +75,10 @@ def simulate_point(trace: Trace, point: Point) -> tuple[Run, Deployment, LoadedS
     model, gpu = str(given.pop("model")), str(given.pop("gpu"))
     overlap = bool(given.pop("overlap_swaps", False))
     beyond = {name: given.pop(name) for name in _PREEMPTION if name in given}
-    deployment = with_preemption(resolve(model, gpu, **given), **beyond)  # type: ignore[arg-type]
-    step_model = step_model_for(deployment, None if profile is None else str(profile))
+    named = None if profile is None else str(profile)
+    resolved, _ = resolve_with_profile(model, gpu, named, given)
+    deployment = with_preemption(resolved, **beyond)  # type: ignore[arg-type]
+    step_model = step_model_for(deployment, named)
     run = replay(
         trace,
         deployment,
