@@ -110,21 +110,29 @@ _TIMELINES = (
 
 def _head(run: Run, summary: Mapping[str, Any], sentences: Sequence[str]) -> str:
     """What happened, in words and in the main numbers."""
-    key = set(advice_stored.key_sentences(summary))
-    words = " ".join(f"<b>{esc(s)}</b>" if s in key else esc(s) for s in sentences)
-    # A flag stays in one piece.
-    words = re.sub(r"(--[a-z][a-z-]+)", r"<span class=flag>\1</span>", words)
-    # A number stays on one line with its unit.
-    words = re.sub(r"(\d) (%|ms|s|min|h)(?![\w/])", "\\1\N{NO-BREAK SPACE}\\2", words)
+    told = advice_stored.sentences(summary)
+    happened = [s for s in sentences if s not in told]
+    # What binds and what would help stand in the first paragraph, the rest of what happened below it.
+    lead = [*happened[:2], *told] if told else happened
+    more = _prose(happened[2:], ()) if told else ""
     early = (
         f'<p class=warning role="alert">Ended early: {esc(run.ended_early)}</p>'
         if run.ended_early
         else ""
     )
     return (
-        f"{early}<p class=lead>{words}</p>{_assumptions(run.assumptions)}"
+        f"{early}<p class=lead>{_prose(lead, advice_stored.key_sentences(summary))}</p>"
+        f"{f'<p class=more>{more}</p>' if more else ''}{_assumptions(run.assumptions)}"
         f"<div class=tiles>{report_tables.tiles(summary)}</div>"
     )
+
+
+def _prose(sentences: Sequence[str], key: Sequence[str]) -> str:
+    """Sentences as HTML, those in `key` in bold."""
+    words = " ".join(f"<b>{esc(s)}</b>" if s in key else esc(s) for s in sentences)
+    # A number stays on one line with its unit.
+    words = re.sub(r"(\d) (%|ms|s|min|h)(?![\w/])", "\\1\N{NO-BREAK SPACE}\\2", words)
+    return report_causes.flags(words)
 
 
 def page(title: str, kind: str, head: str, sections: Sequence[str], charts: Sequence[Chart]) -> str:

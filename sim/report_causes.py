@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,17 +69,31 @@ def _culprits(found: Explanation) -> str:
 
 def what_would_help(summary: Mapping[str, Any]) -> str:
     """A table of the changes that were simulated, or empty text where none was."""
-    rows = "".join(
-        f"<tr><th scope=row>{esc(words)}</th>"
-        + "".join(f"<td>{'–' if ms is None else _ms(ms * 1e6)}</td>" for ms in values)
-        + "</tr>"
-        for words, values in advice_stored.trials(summary)
-    )
-    if not rows:
+    tried = advice_stored.trials(summary)
+    if not tried:
         return ""
+    # Of the requests that finished both ways: not always the same ones.
+    (_, (e2el, _, ttft, _)), *_ = tried
+    rows = f"<tr class=base><th scope=row>as it was</th>{_tail(e2el)}{_tail(ttft)}</tr>"
+    rows += "".join(
+        f"<tr><th scope=row>{flags(esc(words))}</th>{_tail(values[1], values[0])}"
+        f"{_tail(values[3], values[2])}</tr>"
+        for words, values in tried
+    )
     return (
         "<div class=scroll><table class=numbers><thead><tr><th>one change, simulated</th>"
-        "<th>E2EL before, ms</th><th>with it</th><th>TTFT before, ms</th><th>with it</th></tr></thead>"
-        f"<tbody>{rows}</tbody></table></div>"
+        f"<th>E2EL, ms</th><th>TTFT, ms</th></tr></thead><tbody>{rows}</tbody></table></div>"
         "<p class=note>Means of the slowest 5 % of the requests that finished both ways.</p>"
     )
+
+
+def flags(text: str) -> str:
+    """HTML in which a flag stays in one piece."""
+    return re.sub(r"(--[a-z][a-z-]+)", r"<span class=flag>\1</span>", text)
+
+
+def _tail(ms: float | None, before: float | None = None) -> str:
+    if ms is None:
+        return "<td>–</td>"
+    change = f"<small>{round(ms / before * 100) - 100:+d} %</small>" if before else ""
+    return f"<td>{_ms(ms * 1e6)}{change}</td>"

@@ -310,7 +310,7 @@ def _curves(chart: Chart, across: _XAxis, up: _YAxis) -> str:
 
 
 def _path(xs: Sequence[float], ys: FloatArray, up: _YAxis) -> str:
-    """A polyline that breaks where there is nothing; a lone point becomes a short dash."""
+    """A polyline that breaks where there is nothing; a lone point becomes a dash."""
     parts: list[str] = []
     pen_up = True
     for i, (x, y) in enumerate(zip(xs, ys.tolist(), strict=True)):
@@ -318,9 +318,11 @@ def _path(xs: Sequence[float], ys: FloatArray, up: _YAxis) -> str:
             pen_up = True
             continue
         alone = pen_up and (i + 1 == len(xs) or not math.isfinite(ys[i + 1]))
-        parts.append(f"{'M' if pen_up else 'L'}{x:.1f} {up.place(y):.1f}")
+        # A lone point is drawn as a dash that can be seen on a phone.
+        at = x - 6 if alone else x
+        parts.append(f"{'M' if pen_up else 'L'}{at:.1f} {up.place(y):.1f}")
         if alone:
-            parts.append("h2")
+            parts.append("h12")
         pen_up = False
     return "".join(parts)
 

@@ -97,7 +97,7 @@ def latency_table(summary: Mapping[str, Any]) -> str:
         else ""
     )
     return (
-        f"<div class=scroll><table class=numbers><thead><tr><th>ms</th>{head}</tr></thead>"
+        f'<div class=scroll><table class="numbers latency"><thead><tr><th>ms</th>{head}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>{note}"
     )
 

@@ -46,6 +46,8 @@ def _served(run: Run, s: Mapping[str, Any]) -> str:
         return f"The trace of this {run_kind} holds no requests, so nothing happened."
     if not s["completed"]:
         return f"In this {run_kind} none of {_requests(s['num_prompts'], were=False)} finished."
+    if s["num_prompts"] == 1:
+        return f"In this {run_kind} the one request finished in {duration(s['duration'])}."
     every = "all" if s["completed"] == s["num_prompts"] else f"{number(s['completed'])} of"
     rate = f" ({short(s['request_throughput'])} requests/s)" if s["request_throughput"] else ""
     return (
@@ -55,6 +57,11 @@ def _served(run: Run, s: Mapping[str, Any]) -> str:
 
 
 def _speed(s: Mapping[str, Any]) -> str:
+    if s["completed"] == 1:
+        after = (
+            f"; after that a token took {_ms(s['median_tpot_ms'])}" if s["median_tpot_ms"] else ""
+        )
+        return f"Its first token came after {_ms(s['median_ttft_ms'])}{after}."
     tail = max(s["percentiles"], default=None)
     text = f"Half of the requests saw their first token within {_ms(s['median_ttft_ms'])}"
     if tail is not None and tail > 50:

@@ -103,7 +103,7 @@ def test_the_parts_of_drawn_runs_add_up_too() -> None:
 
 
 @pytest.mark.parametrize(
-    "name, most", [("traces/azure2023_conv.csv", 200), ("tests/data/traces/mooncake_conversation_head.jsonl", 60)]
+    "name, most", [("traces/azure2023_conv.csv", 120), ("tests/data/traces/mooncake_conversation_head.jsonl", 30)]
 )  # fmt: skip
 def test_the_parts_add_up_on_real_traces_whatever_serves_them(name: str, most: int) -> None:
     # Whole traces: python tests/causes.py

@@ -330,15 +330,17 @@ addEventListener("load", () => {
   if (wide > 0) seen.push(`page is ${wide} px too wide`);
   for (const figure of document.querySelectorAll("figure.chart")) {
     const name = figure.id || figure.textContent;
-    for (const axis of figure.querySelectorAll(".xlabels, .ylabels")) {
-      const boxes = [...axis.children].map((e) => e.getBoundingClientRect()).filter((b) => b.width);
-      boxes.forEach((a, i) => boxes.slice(i + 1).forEach((b) => {
-        if (a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom)
-          seen.push(`${name}: labels overlap`);
-      }));
-      for (const b of boxes) if (b.left < 0 || b.right > innerWidth) seen.push(`${name}: label cut off`);
-    }
+    const words = [...figure.querySelectorAll(".xlabels span, .ylabels span, .marklabel, .key, .note, figcaption")];
+    const boxes = words.map((e) => e.getBoundingClientRect()).filter((b) => b.width);
+    boxes.forEach((a, i) => boxes.slice(i + 1).forEach((b) => {
+      if (a.left < b.right && b.left < a.right && a.top < b.bottom - 0.5 && b.top < a.bottom - 0.5)
+        seen.push(`${name}: words overlap`);
+    }));
+    for (const b of boxes) if (b.left < 0 || b.right > innerWidth) seen.push(`${name}: words cut off`);
   }
+  for (const table of document.querySelectorAll(".scroll"))
+    if (table.scrollWidth > table.clientWidth)
+      seen.push(`${table.closest("section").querySelector("h2").textContent}: a table's columns are out of sight`);
   for (const tile of document.querySelectorAll(".tile"))
     if (tile.scrollWidth > tile.clientWidth) seen.push("a tile's text is cut off");
   const area = document.querySelector("#queue .area");
@@ -396,7 +398,7 @@ def drive(run: Run, folder: Path, width: int, *flags: str) -> dict[str, object]:
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize("width", [390, 1400])
+@pytest.mark.parametrize("width", [360, 1400])
 @pytest.mark.parametrize("n, steps", [(0, 0), (1, 2), (300, 3000)])
 def test_a_browser_shows_it_without_overlap_or_console_errors(
     tmp_path: Path, width: int, n: int, steps: int
