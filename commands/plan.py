@@ -19,6 +19,13 @@ NO_CHOICE = frozenset(
 )  # fmt: skip
 # Where nothing else is varied: what a planner would try first.
 DEFAULT_SPACE = {"tensor_parallel_size": "1,2,4,8", "max_num_batched_tokens": "2048,8192"}
+# With --wide, and where the trace has priorities also who goes first.
+WIDE_SPACE = {
+    "block_size": "16,32",
+    "max_num_seqs": "default,64",
+    "route": "round-robin,least-requests",
+}
+POLICIES = "fcfs,priority"
 
 
 @click.command(short_help="The cheapest deployment that meets your SLOs, with few simulations.")
@@ -49,6 +56,11 @@ DEFAULT_SPACE = {"tensor_parallel_size": "1,2,4,8", "max_num_batched_tokens": "2
     type=click.Path(path_type=Path),
     metavar="FILE.yaml",
     help="The same as a YAML mapping of name to list.",
+)
+@click.option(
+    "--wide",
+    is_flag=True,
+    help="Choose block_size, max_num_seqs, route and (with priorities) scheduling_policy as well.",
 )
 @click.option("--profile", help="Calibration artifact, by path or bundled name.")
 @click.option("--route", help="Where requests go, with several replicas.  [default: round-robin]")
@@ -112,6 +124,7 @@ def plan(
     reading: dict[str, Any],
     vary: tuple[str, ...],
     grid: Path | None,
+    wide: bool,
     profile: str | None,
     route: str | None,
     prices: Path | None,
@@ -182,12 +195,22 @@ def plan(
     fixed = {name: value for name, value in given.items() if value is not None}
     if "model" not in fixed and "model" not in space:
         raise UserError("--model is missing: give it (vsim catalog lists them)")
+    requests = read_trace(trace, limit=limit, **reading)
+    added: dict[str, str] = {}
+    if set(space) <= {"gpu", "model"} or wide:
+        added |= DEFAULT_SPACE
+    if wide:
+        added |= WIDE_SPACE
+        if requests.priority is not None and bool(
+            (requests.priority != requests.priority[0]).any()
+        ):
+            added["scheduling_policy"] = POLICIES
     by_default: list[str] = []
-    if set(space) <= {"gpu", "model"}:
-        for name, values in DEFAULT_SPACE.items():
-            if name not in fixed:
-                space[name] = parse_vary(f"{name}={values}")[1]
-                by_default.append(f"{name} {values}")
+    for name, values in added.items():
+        if name not in fixed and name not in space:
+            space[name] = parse_vary(f"{name}={values}")[1]
+            by_default.append(f"{name} {values}")
+    of_whose_own = "by --wide" if wide else "by default, nothing being varied"
     points = points_of({name: check_value(name, v) for name, v in fixed.items()}, space, None, seed)
     load = Load(
         limit=limit,
@@ -201,7 +224,7 @@ def plan(
         None if price_list is None else price_list.of,
         max_replicas,
         survive_replicas,
-        tuple(f"tried by default, nothing being varied: {said}" for said in by_default),
+        tuple(f"tried {of_whose_own}: {said}" for said in by_default),
     )
     if survive_replicas >= max_replicas:
         raise UserError(
@@ -211,7 +234,6 @@ def plan(
     if jobs is None and backend in ("loky", "threading"):
         jobs = 1
     workers = Workers(jobs, backend, address)
-    requests = read_trace(trace, limit=limit, **reading)
     say = _progress_line()
     try:
         found = search(requests, where, question, workers, say)

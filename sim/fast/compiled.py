@@ -56,6 +56,13 @@ def entry() -> Entry:
     return found
 
 
+def is_loaded() -> bool:
+    """Is the kernel in this process already? Then even the smallest run is sooner done with it."""
+    return _entry_or_error.cache_info().currsize > 0 and not isinstance(
+        _entry_or_error(), CompileError
+    )
+
+
 @functools.cache
 def _entry_or_error() -> Entry | CompileError:
     try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from vsim.errors import UserError
-from vsim.sim.fast.compiled import kept_file
+from vsim.sim.fast.compiled import is_loaded, kept_file
 from vsim.traces.trace import Trace
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ def worthwhile(trace: Trace, replicas: Sequence[ReplicaSpec]) -> bool:
     output = trace.output_tokens if trace.max_tokens is None else trace.max_tokens
     longest = replicas[0].config.max_model_len
     tokens = int(np.minimum(output, longest).sum()) + 20 * len(trace)
+    if is_loaded():
+        return True
     if tokens < TOKENS_WORTH_LOADING:
         return False
     return tokens >= TOKENS_WORTH_COMPILING or kept_file() is not None
