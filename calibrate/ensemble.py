@@ -1,20 +1,18 @@
-"""A prediction with its interval: the same trace, simulated many times with the step times' own errors."""
+"""A prediction with its interval for a spot check: many simulations, whose steps scatter one by one as well."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from vsim.models.step import StepModel, StepShape
+from vsim.models.uncertainty import Uncertainty, deviations, drawn
 from vsim.sim.config import SchedulerConfig
 from vsim.sim.engine import simulate
 from vsim.traces.trace import Trace
 
-# What is not known about a profile's mean when nothing says more: repeats of a quiet machine differ by it.
-LEAST_BIAS_PCT = 0.5
 LOW, HIGH = 5.0, 95.0
 
 
@@ -27,58 +25,29 @@ class Band:
     high: float
 
 
-@dataclass(frozen=True, slots=True)
-class StepErrors:
-    """How a step model errs: step by step (`factors`, drawn independently) and as a whole (`bias_pct`, one
-    standard deviation). Factors are measured over predicted, their mean is 1."""
+class _Scattering:
+    """A step model whose single steps scatter as they were seen to."""
 
-    factors: tuple[float, ...] = (1.0,)
-    bias_pct: float = LEAST_BIAS_PCT
-
-    @classmethod
-    def of(cls, quality: Mapping[str, Any]) -> StepErrors:
-        """From an artifact's `quality`; where it has no held-out error, the error of the fit."""
-        found = quality.get("held_out_error") or quality.get("fit")
-        if not isinstance(found, dict) or not isinstance(found.get("residual_pct"), dict):
-            return cls()
-        quantiles = sorted(
-            (float(str(name).lstrip("p")), float(value))
-            for name, value in found["residual_pct"].items()
-        )
-        at = np.linspace(quantiles[0][0], quantiles[-1][0], 199)
-        residual = np.interp(at, [q for q, _ in quantiles], [v for _, v in quantiles])
-        factors = 1 / np.maximum(0.05, 1 + residual / 100)
-        factors /= factors.mean()
-        return cls(
-            tuple(float(f) for f in factors),
-            max(LEAST_BIAS_PCT, abs(float(found.get("bias_pct") or 0.0))),
-        )
-
-
-class _Erring:
-    """A step model that errs as it was seen to err."""
-
-    def __init__(self, model: StepModel, errors: StepErrors, scale: float, seed: int) -> None:
+    def __init__(self, model: StepModel, factors: tuple[float, ...], seed: int) -> None:
         self._model = model
-        self._scale = scale
         rng = np.random.default_rng([15485863, seed])
         # Drawn in advance and in a circle: one random number a step would cost more than the step.
-        self._factors = rng.choice(np.asarray(errors.factors), 8191).tolist()
+        self._factors = rng.choice(np.asarray(factors), 8191).tolist()
         self._at = 0
 
     def device_seconds(self, shape: StepShape) -> float:
         self._at = (self._at + 1) % len(self._factors)
-        return self._model.device_seconds(shape) * self._scale * float(self._factors[self._at])
+        return self._model.device_seconds(shape) * float(self._factors[self._at])
 
     def host_seconds(self, shape: StepShape) -> float:
-        return self._model.host_seconds(shape) * self._scale
+        return self._model.host_seconds(shape)
 
 
 def bands(
     trace: Trace,
     config: SchedulerConfig,
     model: StepModel,
-    errors: StepErrors,
+    uncertainty: Uncertainty,
     numbers: Any,
     draws: int = 15,
     seed: int = 0,
@@ -88,26 +57,28 @@ def bands(
 
     One simulation is a lottery: which of two requests just catches a step moves a p90 by percents. The median
     over draws of the step-by-step errors is the prediction; the interval comes from draws in which the
-    whole model is off by a random share as well.
+    whole model is off as well, as `uncertainty` has it.
     """
 
-    def run(erring: StepModel) -> dict[tuple[str, str], float]:
+    def run(erring: StepModel, number: int) -> dict[tuple[str, str], float]:
+        scattering = _Scattering(erring, uncertainty.step_factors, number)
         found: dict[tuple[str, str], float] = numbers(
-            simulate(trace, config, erring, frontend_s=frontend_s)
+            simulate(trace, config, scattering, frontend_s=frontend_s)
         )
         return found
 
     rng = np.random.default_rng([32452843, seed])
-    central: list[dict[tuple[str, str], float]] = []
-    wide: list[dict[tuple[str, str], float]] = []
-    for draw in range(draws):
-        central.append(run(_Erring(model, errors, 1.0, draw)))
-        scale = 1 + errors.bias_pct / 100 * float(rng.standard_normal())
-        wide.append(run(_Erring(model, errors, max(0.1, scale), draws + draw)))
+    central = [run(model, draw) for draw in range(draws)]
+    wide = [
+        run(drawn(model, uncertainty, row), draws + draw)
+        for draw, row in enumerate(deviations(draws, uncertainty.dimensions, rng))
+    ]
     found = {}
     for key in central[0]:
-        values = [one[key] for one in central if key in one]
-        spread = values + [one[key] for one in wide if key in one]
-        low, high = np.percentile(spread, [LOW, HIGH])
-        found[key] = Band(float(np.median(values)), float(low), float(high))
+        median = float(np.median([one[key] for one in central if key in one]))
+        # Hazen: the draws are the middles of equally likely strata.
+        low, high = np.percentile(
+            [one[key] for one in wide if key in one] or [median], [LOW, HIGH], method="hazen"
+        )
+        found[key] = Band(median, min(median, float(low)), max(median, float(high)))
     return found

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vsim.calibrate.campaign import check_device, engine_args, limits_of, model_and_config
-from vsim.calibrate.ensemble import Band, StepErrors, bands
+from vsim.calibrate.ensemble import Band, bands
 from vsim.calibrate.measure import KERNEL_REPEATS, kernel_rows, write_model
 from vsim.calibrate.measured_run import Measured, build_run
 from vsim.calibrate.self_check import noisy, same_decisions, self_check, slowdowns, step_error
@@ -33,6 +33,7 @@ from vsim.models.engine_steps import block_size_note
 from vsim.models.hardware import find_gpu
 from vsim.models.load import LoadedStepModel, read_profile
 from vsim.models.table_params import StepContext
+from vsim.models.uncertainty import uncertainty_of
 from vsim.sim.engine import simulate
 from vsim.sim.run import Run
 from vsim.traces.trace import Trace
@@ -131,7 +132,7 @@ def live_check(plan: LivePlan, say: Callable[[str], None]) -> LiveResult:
                 trace,
                 scheduler,
                 model.model,
-                StepErrors.of(calibration.quality),
+                uncertainty_of(calibration),
                 numbers,
                 plan.draws,
             )

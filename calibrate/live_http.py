@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from vsim.calibrate.design import Limits
-from vsim.calibrate.ensemble import StepErrors, bands
+from vsim.calibrate.ensemble import bands
 from vsim.calibrate.http_serve import serve_over_http, server_facts
 from vsim.calibrate.live import LEAST_REPEATS, LivePlan, LiveResult, notes_of, trace_of
 from vsim.calibrate.spot import SpotCheck, compare, numbers, scheduler_config, spread_doubt
@@ -15,6 +15,7 @@ from vsim.errors import UserError
 from vsim.models.load import LoadedStepModel, read_profile
 from vsim.models.step import StepModel, StepShape
 from vsim.models.table_params import StepContext
+from vsim.models.uncertainty import uncertainty_of
 from vsim.sim.engine import simulate
 from vsim.sim.run import FINISHED, Run
 from vsim.traces.trace import Trace
@@ -80,8 +81,8 @@ def live_http_check(
     ]
     say(f"predicting {len(trace)} requests over {trace.span_s:.0f} s")
     predicted = simulate(trace, scheduler, model, frontend_s=frontend_s)
-    errors = StepErrors.of(calibration.quality)
-    ahead = bands(trace, scheduler, model, errors, numbers, plan.draws, frontend_s=frontend_s)
+    unsure = uncertainty_of(calibration)
+    ahead = bands(trace, scheduler, model, unsure, numbers, plan.draws, frontend_s=frontend_s)
     config = says.get("model_config") or {}
     vocab_size = int(config.get("vocab_size") or 1000)
     runs = []

@@ -181,6 +181,7 @@ def transferred(
             **calibration.provenance,
             "label": f"{calibration.label}, scaled from {measured.name}",
             "model": other.name,
+            "carried_over_from": measured.name,
             "assumptions": [*said, note],
         },
     )

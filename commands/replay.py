@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,12 @@ class Progress:
             self._shown = time.monotonic()
             text = f"\rtrying what would help: replay {replay}\x1b[K"
             click.echo(text, err=True, nl=False)
+
+    def drawing(self, replay: int, of: int) -> None:
+        """Before each replay of `sim.error_bars`."""
+        if self._watched:
+            self._shown = time.monotonic()
+            click.echo(f"\rerror bars: replay {replay} of {of}\x1b[K", err=True, nl=False)
 
     def done(self) -> None:
         if self._watched and self._shown != self._began:
@@ -157,6 +164,12 @@ def _percentiles(_: Any, __: Any, text: str) -> tuple[float, ...]:
     default=None,
     help="Simulate single changes: what binds, what would help (default: with a report).",
 )
+@click.option(
+    "--error-bars",
+    type=click.IntRange(0, 10_000),
+    metavar="N",
+    help="90 % intervals from N more replays; 0: none (default: 20 for small traces).",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print summary.json instead of the table.")
 def replay(
     trace: Path,
@@ -185,6 +198,7 @@ def replay(
     overwrite: bool,
     report: bool,
     advise: bool | None,
+    error_bars: int | None,
     as_json: bool,
 ) -> None:
     """Replay TRACE through a simulated vLLM: tails, KV cache, throughput, GPU time and cost.
@@ -194,6 +208,7 @@ def replay(
     """
     from vsim.sim.bill import bill, mean_replicas
     from vsim.sim.cost import read_prices
+    from vsim.sim.error_bars import find_error_bars, knee_lines, settled, without_lines
     from vsim.sim.metrics import parse_goodput
     from vsim.sim.profile_defaults import resolve_with_profile
     from vsim.sim.replay import Load, step_model_for, with_preemption
@@ -241,19 +256,21 @@ def replay(
         seed=seed,
         overlong=overlong,  # type: ignore[arg-type]
     )
+    compiled = deployment.scheduler.engine == "v1" and (fleet_spec is None or fleet_spec.is_plain)
+    draws = settled(error_bars, load.apply(requests), compiled)
     progress = Progress(len(requests))
+    once_more = partial(
+        simulate_trace,
+        requests,
+        deployment,
+        load=load,
+        overlap_swaps=overlap_swaps,
+        replicas=replicas,
+        route=route,
+        fleet=fleet_spec,
+    )
     try:
-        run = simulate_trace(
-            requests,
-            deployment,
-            step_model,
-            load,
-            progress,
-            overlap_swaps=overlap_swaps,
-            replicas=replicas,
-            route=route,
-            fleet=fleet_spec,
-        )
+        run = once_more(step_model, on_step=progress)
     finally:
         progress.done()
     # Data-parallel ranks and autoscaling make more of them than the flags say.
@@ -290,6 +307,14 @@ def replay(
         finally:
             progress.done()
         summary |= {} if found is None else {"advice": found.data()}
+    if draws:
+        try:
+            bars = find_error_bars(
+                run, once_more, step_model, metric_percentiles, draws, seed, progress.drawing
+            )
+        finally:
+            progress.done()
+        summary = bars.add_to(summary)
     if out is not None:
         write_run(run, out, summary, report=report, overwrite=overwrite)
     if as_json:
@@ -303,6 +328,8 @@ def replay(
 
         click.echo(advice_text(summary))
     for line in stability_lines(summary["stability"]):
+        click.echo("\n".join(wrapped(line)))
+    for line in knee_lines(summary) + without_lines(error_bars, draws):
         click.echo("\n".join(wrapped(line)))
     if run.ended_early:
         click.echo("\n".join(wrapped(f"The run ended early: {run.ended_early}")))

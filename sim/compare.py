@@ -12,17 +12,21 @@ import numpy as np
 import numpy.typing as npt
 
 from vsim.errors import UserError
-from vsim.sim import metrics
 from vsim.sim.bench_json import bench_run, load_bench
-from vsim.sim.run import FINISHED, Run
+from vsim.sim.block_bootstrap import (
+    LEAST_REQUESTS,
+    RESAMPLES,
+    bin_edges,
+    block_draws,
+    latencies_by_block,
+    resampled,
+)
+from vsim.sim.run import Run
 from vsim.sim.run_io import read_run
 from vsim.sim.summary import summarize
 
 FloatArray = npt.NDArray[np.float64]
 LATENCIES = ("ttft", "tpot", "e2el")
-RESAMPLES = 400
-BLOCKS = 40
-BINS = 4000  # of the resampled histograms: 0.4 % wide over seven decades
 CONFIDENCE = 0.95
 
 # What is shown: key of the summary, label, is more better? (None: neither)
@@ -167,19 +171,19 @@ def latency_intervals(
     rng = np.random.default_rng(seed)
     paired = same_requests(base, other)
     found: dict[str, tuple[float, float]] = {}
-    picks = (_draws(rng), _draws(rng))
+    picks = (block_draws(rng), block_draws(rng))
     if paired:
         picks = (picks[0], picks[0])
     for name in LATENCIES:
-        sides = [_in_order_of_arrival(run, name) for run in (base, other)]
-        if min(len(values) for values, _ in sides) < 100:
+        sides = [latencies_by_block(run, name) for run in (base, other)]
+        if min(len(values) for values, _ in sides) < LEAST_REQUESTS:
             continue
         positive = np.concatenate([values[values > 0] for values, _ in sides])
         if not len(positive):
             continue
-        edges = np.geomspace(positive.min() * 0.999, positive.max() * 1.001, BINS + 1)
+        edges = bin_edges(positive)
         one, two = (
-            _resampled(values, block, edges, pick)
+            resampled(values, block, edges, pick)
             for (values, block), pick in zip(sides, picks, strict=True)
         )
         for stat, before in one.items():
@@ -192,48 +196,6 @@ def latency_intervals(
             low, high = np.percentile(ratio, [tail, 100 - tail])
             found[f"{stat}_{name}_ms"] = (float(low), float(high))
     return found
-
-
-def _draws(rng: np.random.Generator) -> FloatArray:
-    """How often each block is drawn in each resample, shape (RESAMPLES, BLOCKS)."""
-    return rng.multinomial(BLOCKS, np.full(BLOCKS, 1 / BLOCKS), RESAMPLES).astype(float)
-
-
-def _in_order_of_arrival(run: Run, name: str) -> tuple[FloatArray, npt.NDArray[np.int64]]:
-    """(ms, block of the request) of the finished requests; blocks cut the run by order of arrival."""
-    latency = metrics.latencies(run)
-    done = run.requests["status"] == FINISHED
-    order = np.argsort(run.requests["arrival_ns"], kind="stable")
-    rank = np.empty(len(order), dtype=np.int64)
-    rank[order] = np.arange(len(order))
-    block = (rank * BLOCKS // max(1, len(order)))[done]
-    if name == "ttft":
-        return latency.ttft_ns / 1e6, block
-    if name == "e2el":
-        return latency.e2el_ns / 1e6, block
-    return latency.tpot_ns / 1e6, block[run.requests["output_tokens"][done] > 1]
-
-
-def _resampled(
-    values: FloatArray, block: npt.NDArray[np.int64], edges: FloatArray, picks: FloatArray
-) -> dict[str, FloatArray]:
-    """mean, p50 … p99 of each resample, each of shape (RESAMPLES,)."""
-    where = np.clip(np.searchsorted(edges, values, side="right") - 1, 0, BINS - 1)
-    histogram = np.zeros((BLOCKS, BINS))
-    np.add.at(histogram, (block, where), 1.0)
-    totals = np.bincount(block, weights=values, minlength=BLOCKS)
-    counts = picks @ histogram
-    cumulative = np.cumsum(counts, axis=1)
-    size = cumulative[:, -1]
-    result = {
-        "mean": np.divide(picks @ totals, size, out=np.full(len(size), np.nan), where=size > 0)
-    }
-    centres = np.sqrt(edges[:-1] * edges[1:])
-    for p in (50, 90, 95, 99):
-        # The first bin in which the share reached is at least p.
-        reached = (cumulative >= size[:, None] * (p / 100)).argmax(axis=1)
-        result[f"p{p}"] = centres[reached]
-    return result
 
 
 # Gates

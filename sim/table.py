@@ -130,6 +130,14 @@ def _interval_table(s: Mapping[str, Any]) -> list[str]:
         for name, label, _ in LATENCIES:
             cells = [_range(interval(s, f"{which}_{name}_ms")) for which in shown]
             lines.append(f"{label:<9}" + "".join(f"{cell:>17}" for cell in cells))
+    lines += [
+        _row(label, _range(interval(s, key)))
+        for key, label in (
+            ("request_throughput", "Request throughput (req/s):"),
+            ("output_throughput", "Output token throughput (tok/s):"),
+        )
+        if interval(s, key)
+    ]
     return [*lines, *_wrapped(plain(s["intervals"]["source"]))]
 
 
