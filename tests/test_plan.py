@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -192,6 +193,37 @@ def test_simulations_that_contradict_monotony_are_told() -> None:
     assert candidate.worsened() == (2, 4)
 
 
+@given(
+    met=st.lists(st.sets(st.integers(1, 12)), min_size=1, max_size=3),
+    survive=st.integers(0, 1),
+)
+def test_where_more_replicas_are_worse_the_plan_says_so(met: list[set[int]], survive: int) -> None:
+    """A made-up world without any order: what was simulated is told, and every contradiction looked into."""
+    with pytest.MonkeyPatch.context() as patch:
+        world = World({f"g{i}": 3 for i in range(len(met))}, patch)
+        good = {f"g{i}": sizes for i, sizes in enumerate(met)}
+
+        def judged(
+            trace: Trace, point: dict[str, str], replicas: int, question: Question
+        ) -> Evaluation:
+            ratio = 0.9 if replicas in good[point["gpu"]] else 1.5
+            return Evaluation(replicas, (ratio,), (ratio,), "compute", {}, 1)
+
+        patch.setattr(search_module, "evaluate", judged)
+        space = Space([{"gpu": gpu} for gpu in world.needs], None, 12, survive)
+        plan = search(TEN_A_SECOND, space, QUESTION, Workers())
+        if plan.best is None:
+            return
+        serving = plan.replicas - survive
+        assert serving in good[str(plan.best.point["gpu"])]
+        for candidate in plan.candidates:
+            if candidate.worsened() is not None:
+                fewer = range(1, serving)
+                assert all(n in candidate.seen for n in fewer) and not good[
+                    str(candidate.point["gpu"])
+                ] & set(fewer)
+
+
 def test_a_first_look_that_is_wrong_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it says, prompts that are shared are simulated, and so is one candidate of an empty plan."""
     for telling in (True, False):
@@ -313,8 +345,8 @@ Vsim = Callable[..., tuple[int, str, str]]
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Vsim:
     """(exit code, standard output, standard error) of `vsim plan` on the Azure trace."""
 
-    def called(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["vsim", "plan", str(AZURE), *arguments])
+    def called(*arguments: str, command: str = "plan", trace: Path = AZURE) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["vsim", command, str(trace), *arguments])
         code = 0
         try:
             main()
@@ -362,3 +394,85 @@ def test_exit_codes(run: Vsim) -> None:
     ):
         code, out, err = run(*wrong)
         assert code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_the_bill_is_the_one_that_replay_writes(run: Vsim, tmp_path: Path) -> None:
+    """Storage, network and all; GPUs alone decide, and replicas that may fail are paid for."""
+    prices = tmp_path / "prices.yaml"
+    prices.write_text(
+        "currency: EUR\na100: 2\nstorage_per_month: 100\nnetwork_per_gb: 0.05\nbytes_per_output_token: 200\n"
+    )
+    engine = ["--model", MODEL, "--limit", "200", "--max-num-seqs", "64", "--prices", str(prices)]
+    asked = [
+        *engine,
+        "--gpu",
+        "a100",
+        "--vary",
+        "block_size=16",
+        "--slo",
+        "ttft_p95<=1s",
+        "--json",
+        "-",
+    ]
+    code, out, _ = run(*asked)
+    plan = json.loads(out)["plan"]
+    assert code == 0
+    replayed = replayed_summary(
+        run, [*engine, "--gpu", "a100", "--block-size", "16"], plan["replicas"]
+    )
+    for name, amount in plan["bill"].items():
+        assert replayed[name] == amount, name
+    assert plan["cost_per_hour"] == pytest.approx(plan["bill"]["cost_per_hour"], rel=1e-12)
+    spare = json.loads(run(*asked, "--survive-replicas", "1")[1])["plan"]
+    more = spare["bill"]["cost_gpus_per_month"] - plan["bill"]["cost_gpus_per_month"]
+    assert more == 2 * 730
+    assert spare["bill"]["cost_storage_per_month"] == 100
+
+
+def replayed_summary(run: Vsim, arguments: list[str], replicas: int) -> dict[str, Any]:
+    deployed = [*arguments, "--replicas", str(replicas), "--json"]
+    code, out, _ = run(*deployed, command="replay")
+    assert code == 0
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def test_what_is_no_choice_of_a_plan_is_one_sentence(run: Vsim) -> None:
+    base = ["--model", MODEL, "--gpu", "a100", "--limit", "50", "--slo", "ttft_p95<=1s"]
+    for wrong in (
+        "max_concurrency=4,8",
+        "overlong=clip",
+        "swap_above_tokens=9",
+        "victim_rule=x",
+        "usage=llm",
+    ):
+        code, out, err = run(*base, "--vary", wrong)
+        assert code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1
+    assert run(*base, "--usage", "llm")[0] == 2
+
+
+def test_a_wide_space_holds_router_seats_and_blocks(run: Vsim) -> None:
+    base = [
+        "--model",
+        MODEL,
+        "--gpu",
+        "h100",
+        "--limit",
+        "50",
+        "--slo",
+        "ttft_p95<=1s",
+        "--json",
+        "-",
+    ]
+    varied = json.loads(run(*base, "--wide", "-tp", "1")[1])["asked"]["varied"]
+    assert {"gpu", "max_num_batched_tokens", "block_size", "max_num_seqs", "route"} == set(varied)
+
+
+def test_a_trace_of_one_instant_rules_nothing_out_by_its_rate(run: Vsim, tmp_path: Path) -> None:
+    trace = tmp_path / "one.csv"
+    trace.write_text("arrival_s,prompt_tokens,output_tokens\n0,100,20\n")
+    code, out, _ = run(
+        "--model", MODEL, "--gpu", "h100", "--slo", "ttft_p95<=1s", "--json", "-", trace=trace
+    )
+    assert code == 0
+    assert not any("hopeless" in str(c["skipped"]) for c in json.loads(out)["candidates"])
