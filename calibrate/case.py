@@ -166,7 +166,7 @@ def read_case(folder: Path) -> Case:
     scheduler, assumptions = _scheduler(engine, model, gpu)
     peer_path, sim_path = folder / "peer_error.json", folder / "peer_sim.jsonl"
     return Case(
-        name=folder.name,
+        name=folder.resolve().name,
         folder=folder,
         engine=engine,
         trace=trace,

@@ -201,9 +201,32 @@ def _read(path: Path) -> str:
             raise UserError(
                 f"{path}: larger than {MAX_LOG_BYTES >> 20} MiB; cut it to the start-up"
             )
-        return path.read_text(encoding="utf-8", errors="replace")
+        raw = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
+    if raw.startswith(b"\x1f\x8b"):
+        raw = _unpacked(raw, path)
+    # What PowerShell's > writes is UTF-16.
+    wide = raw.startswith((b"\xff\xfe", b"\xfe\xff"))
+    return raw.decode("utf-16" if wide else "utf-8-sig", errors="replace")
+
+
+def _unpacked(raw: bytes, path: Path) -> bytes:
+    """The log behind a .gz. Raises UserError if it is damaged or too large."""
+    import gzip
+    import io
+    import zlib
+
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(raw)) as stream:
+            text = stream.read(MAX_LOG_BYTES + 1)
+    except (EOFError, OSError, zlib.error) as error:
+        raise UserError(f"{path}: not a whole gzip file ({error})") from None
+    if len(text) > MAX_LOG_BYTES:
+        raise UserError(
+            f"{path}: unpacks to more than {MAX_LOG_BYTES >> 20} MiB; cut it to the start-up"
+        )
+    return text
 
 
 def _beside_log(path: Path, flags: dict[str, Any], as_json: bool) -> None:

@@ -56,7 +56,16 @@ def _words(_: Any, __: Any, text: str) -> tuple[str, ...]:
 @click.option("--time-scale", type=float, default=1.0, help="Times between arrivals times this.")
 @click.option("--request-rate", type=float, help="Requests/s instead of the trace's own times.")
 @click.option("--max-concurrency", type=int, help="Closed loop: at most so many in flight.")
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option(
+    "--overlong",
+    type=click.Choice(["reject", "clip", "error"]),
+    default="reject",
+    show_default=True,
+    help="Requests longer than max_model_len.",
+)
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="Of --request-rate's arrivals."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the tables.")
 def preemption(
     trace: Path,
@@ -72,6 +81,7 @@ def preemption(
     time_scale: float,
     request_rate: float | None,
     max_concurrency: int | None,
+    overlong: str,
     seed: int,
     as_json: bool,
 ) -> None:
@@ -119,6 +129,7 @@ def preemption(
         request_rate=request_rate,
         max_concurrency=max_concurrency,
         seed=seed,
+        overlong=overlong,  # type: ignore[arg-type]
     )
     progress = Progress(len(requests) * len(variants))
     outcomes: list[Outcome] = []

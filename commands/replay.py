@@ -16,6 +16,7 @@ from vsim.commands.trace_options import read_options
 from vsim.errors import UserError
 
 if TYPE_CHECKING:
+    from vsim.sim.run import Run
     from vsim.traces.trace import Trace
 
 
@@ -131,7 +132,13 @@ def _percentiles(_: Any, __: Any, text: str) -> tuple[float, ...]:
     show_default=True,
     help="Requests longer than max_model_len.",
 )
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option(
+    "--seed",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Of all that is drawn: --request-rate's arrivals, random routing.",
+)
 @click.option(
     "--metric-percentiles",
     default="50,90,95,99",
@@ -319,6 +326,7 @@ def replay(
         write_run(run, out, summary, report=report, overwrite=overwrite)
     if as_json:
         click.echo(summary_json(summary), nl=False)
+        _end(run)
         return
     for line in _heading(deployment, step_model, requests, replicas, route):
         click.echo("\n".join(wrapped(line, "  ")))
@@ -339,6 +347,13 @@ def replay(
             click.echo("\n".join(wrapped(f"- {sentence}", "  ")))
     if out is not None:
         click.echo(f"Wrote {out}{'/report.html' if report else ''}")
+    _end(run)
+
+
+def _end(run: Run) -> None:
+    """Exit code 1 if the engine died, as the real one does: its numbers are those of a crash."""
+    if run.ended_early and run.ended_early.startswith("the engine died"):
+        raise click.exceptions.Exit(1)
 
 
 def _needed(engine_flags: dict[str, Any], profile: str | None) -> tuple[str, str]:

@@ -69,21 +69,61 @@ ENGINE_FLAGS = (
     show_default=True,
     help="Without trace and rate: share of the predicted capacity.",
 )
-@click.option("--seed", type=int, default=1, show_default=True)
-@click.option("--repeats", type=click.IntRange(1, 50), default=3, show_default=True)
-@click.option("--block-size", type=click.IntRange(min=1))
-@click.option("--max-model-len", type=click.IntRange(min=16))
-@click.option("--max-num-batched-tokens", type=click.IntRange(min=16))
-@click.option("--max-num-seqs", type=click.IntRange(min=1))
+@click.option(
+    "--seed",
+    type=int,
+    default=1,
+    show_default=True,
+    help="Of the random requests and of --request-rate's arrivals.",
+)
+@click.option(
+    "--repeats",
+    type=click.IntRange(1, 50),
+    default=3,
+    show_default=True,
+    help="How often the engine serves the trace; their spread is the noise.",
+)
+@click.option(
+    "--block-size", type=click.IntRange(min=1), help="Tokens in one KV block. Default: vLLM's."
+)
+@click.option(
+    "--max-model-len",
+    type=click.IntRange(min=16),
+    help="Most tokens of one request, prompt and output together.",
+)
+@click.option(
+    "--max-num-batched-tokens",
+    type=click.IntRange(min=16),
+    help="Token budget of one engine step.",
+)
+@click.option(
+    "--max-num-seqs", type=click.IntRange(min=1), help="Most requests in one engine step."
+)
 @click.option(
     "--num-gpu-blocks-override",
     type=click.IntRange(min=2),
     help="A small KV cache makes preemptions.",
 )
-@click.option("--gpu-memory-utilization", type=click.FloatRange(min=0.01, max=1.0))
-@click.option("--enforce-eager/--no-enforce-eager", default=None)
-@click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=None)
-@click.option("--scheduling-policy", type=click.Choice(["fcfs", "priority"]))
+@click.option(
+    "--gpu-memory-utilization",
+    type=click.FloatRange(min=0.01, max=1.0),
+    help="Share of device memory that vLLM may use, 0 to 1.",
+)
+@click.option(
+    "--enforce-eager/--no-enforce-eager",
+    default=None,
+    help="No CUDA graphs. Default: eager on the CPU, graphs on a GPU.",
+)
+@click.option(
+    "--enable-prefix-caching/--no-enable-prefix-caching",
+    default=None,
+    help="Reuse KV blocks of a prompt's beginning seen before. Default: vLLM's.",
+)
+@click.option(
+    "--scheduling-policy",
+    type=click.Choice(["fcfs", "priority"]),
+    help="Who goes first: arrival order, or the request's priority.",
+)
 @click.option(
     "--async-scheduling/--no-async-scheduling",
     default=None,

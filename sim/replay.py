@@ -344,9 +344,17 @@ def with_preemption(
     for name, value in given.items():
         flags[name], origins[name] = value, "given"
     given.pop("pcie_gbps", None)
+    assumptions = deployment.assumptions
+    if pcie_gbps is not None and config.engine == "v1" and config.kv_offload is None:
+        assumptions = (
+            *assumptions,
+            f"--pcie-gbps {pcie_gbps:g} changes nothing here: V1 copies nothing over the host link without "
+            "--kv-offloading-size",
+        )
     return dataclasses.replace(
         deployment,
         gpu=gpu,
+        assumptions=assumptions,
         scheduler=dataclasses.replace(config, **given),
         flags=flags,
         origins=origins,

@@ -178,3 +178,35 @@ def test_a_livelock_ends_the_run_and_is_named(tmp_path: Path) -> None:
     )["rows"][0]
     assert "livelock: 1001 preemptions" in row["summary"]["ended_early"]
     assert any("no watermark" in sentence for sentence in row["warnings"])
+
+
+def test_a_replay_whose_engine_dies_ends_with_exit_code_1(trace: Path) -> None:
+    from vsim.commands.replay import replay
+
+    args = [str(trace), "--engine", "v0", "--gpu", "a100", "--model", "meta-llama/Llama-3.1-8B"]
+    args += ["--num-gpu-blocks-override", "120", "--preemption-mode", "swap"]
+    args += ["--max-model-len", "1024"]
+    for more, code in ((["--num-cpu-blocks", "0"], 1), (["--num-cpu-blocks", "4000"], 0)):
+        for form in ([], ["--json"]):
+            run = CliRunner().invoke(replay, [*args, *more, *form])
+            assert run.exit_code == code, run.output
+    assert "lack of CPU swap space" in CliRunner().invoke(
+        replay, [*args, "--num-cpu-blocks", "0"]
+    ).output.replace("\n", " ")
+
+
+def test_the_host_links_speed_is_of_no_use_on_v1_and_that_is_said(trace: Path) -> None:
+    from vsim.commands.replay import replay
+
+    args = [str(trace), "--gpu", "a100", "--model", "meta-llama/Llama-3.1-8B", "--pcie-gbps", "8"]
+    said = " ".join(CliRunner().invoke(replay, args).output.split())
+    assert "--pcie-gbps 8 changes nothing here" in said
+    offload = [*args, "--kv-offloading-size", "4"]
+    assert "changes nothing here" not in CliRunner().invoke(replay, offload).output
+
+
+def test_requests_that_are_too_long_can_be_clipped_here_too(trace: Path) -> None:
+    few = ("--max-model-len", "300", "--policies", "recompute")
+    rejected = compare(trace, *few)["rows"][0]["summary"]
+    clipped = compare(trace, *few, "--overlong", "clip")["rows"][0]["summary"]
+    assert clipped["completed"] > rejected["completed"]

@@ -345,3 +345,25 @@ def test_catalog_lists_devices_and_models_with_sources() -> None:
     assert all(model["source"] for model in out["models"])
     table = CliRunner().invoke(catalog, ["gpus", "--sources"])
     assert "datasheet" in table.output
+
+
+def test_a_log_is_read_packed_and_as_powershell_writes_it(tmp_path: Path) -> None:
+    import gzip
+
+    plain = (DATA / "a100-0.31.0.log").read_text()
+    kinds = {
+        "packed.log.gz": gzip.compress(plain.encode()),
+        "wide.log": plain.encode("utf-16"),
+        "bom.log": plain.encode("utf-8-sig"),
+    }
+    args = ["--gpu", "a100", "--json", "--from-log"]
+    expected = CliRunner().invoke(capacity, [*args, str(DATA / "a100-0.31.0.log")])
+    assert expected.exit_code == 0
+    for name, raw in kinds.items():
+        (tmp_path / name).write_bytes(raw)
+        found = CliRunner().invoke(capacity, [*args, str(tmp_path / name)])
+        assert found.exit_code == 0, found.output
+        assert found.output.replace(name, "") == expected.output.replace("a100-0.31.0.log", "")
+    (tmp_path / "cut.gz").write_bytes(kinds["packed.log.gz"][:200])
+    broken = CliRunner().invoke(capacity, [*args, str(tmp_path / "cut.gz")])
+    assert "not a whole gzip file" in str(broken.exception)

@@ -398,3 +398,18 @@ def test_the_command_refuses_bad_input(tmp_path: Path) -> None:
             [str(tmp_path), "--save-profile", str(tmp_path / "x.json")],
             catch_exceptions=False,
         )
+
+
+def test_a_case_in_the_current_folder_has_its_folders_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_case(tmp_path / "mine", TRUTH, {}, requests=20)
+    monkeypatch.chdir(tmp_path / "mine")
+    assert read_case(Path(".")).name == "mine"
+
+
+def test_a_profile_of_another_gpu_or_release_is_not_validated(tmp_path: Path) -> None:
+    case = write_case(tmp_path / "mine", TRUTH, {}, requests=20)
+    with pytest.raises(UserError, match="is not of this run: it was measured on NVIDIA GeForce"):
+        case.step_model("rtx4090-llama-3.1-8b")
+    assert case.step_model("rtxpro6000-llama-3.1-8b").label
