@@ -30,7 +30,8 @@ ROOFLINE, TABLES, ENGINE_STEPS = 0, 1, 2
 HEADER = 64  # first places of both arrays; each name below is the place of that number
 INTEGERS = (
     "kind",
-    "corrected",
+    "corrections",  # how many, one on another
+    "corrections_at",  # their coefficients, the innermost first
     "max_tokens",
     "max_seqs",
     "max_mixed_decodes",
@@ -94,12 +95,6 @@ FLOATS = (
     "host_base_s",
     "host_per_seq_s",
     "host_per_chunk_s",
-    "scale",
-    "per_step_s",
-    "per_mixed_step_s",
-    "per_prefill_token_s",
-    "per_kv_token_s",
-    "per_seq_s",
     "engine_per_seq_s",
     "engine_per_chunk_s",
     "engine_per_mixed_s",
@@ -107,6 +102,14 @@ FLOATS = (
     "engine_chunk_context_s",
     "engine_kv_s",
     "engine_uneven_s",
+)
+COEFFICIENTS = (
+    "scale",
+    "per_step_s",
+    "per_seq_s",
+    "per_kv_token_s",
+    "per_prefill_token_s",
+    "per_mixed_step_s",
 )
 MAX_ALPHA = 1 << 20  # cells of the skew table
 
@@ -133,18 +136,9 @@ def export(model: StepModel, max_tokens: int, max_seqs: int) -> KernelParams | N
     for name, limit in domain.to_json().items():
         packer.integer(name, -1 if limit is None else limit)
     try:
-        if type(inner) is CorrectedStepModel:
-            c = inner.coefficients
-            packer.integer("corrected", 1)
-            for name in (
-                "scale",
-                "per_step_s",
-                "per_mixed_step_s",
-                "per_prefill_token_s",
-                "per_kv_token_s",
-                "per_seq_s",
-            ):
-                packer.number(name, getattr(c, name))
+        corrections = []
+        while type(inner) is CorrectedStepModel:
+            corrections.append(inner.coefficients)
             inner = inner.prior
         if type(inner) is RooflineStepModel:
             _roofline(packer, inner, max_tokens)
@@ -154,6 +148,9 @@ def export(model: StepModel, max_tokens: int, max_seqs: int) -> KernelParams | N
             _engine_steps(packer, inner)
         else:
             return None
+        terms = [float(getattr(c, name)) for c in reversed(corrections) for name in COEFFICIENTS]
+        packer.integer("corrections", len(corrections))
+        packer.integer("corrections_at", packer.floats(terms))
         return KernelParams(*packer.arrays(), loaded)
     except (UnknownModelError, ArithmeticError, ValueError, IndexError, KeyError, TypeError):
         return None  # the model itself will say what is wrong with it
@@ -167,6 +164,21 @@ class _Packer:
         self._floats: list[npt.NDArray[np.float64]] = []
         self._num_integers = self._num_floats = HEADER
         self._curves: list[int] = []
+
+    def begin_with(self, other: _Packer) -> None:
+        """Take over what `other` has packed; this one has packed no arrays yet."""
+        assert self._num_integers == self._num_floats == HEADER
+        known = other._header != 0
+        self._header[known] = other._header[known]
+        self._integers, self._floats = list(other._integers), list(other._floats)
+        self._num_integers, self._num_floats = other._num_integers, other._num_floats
+        self._curves = list(other._curves)
+
+    def in_one_piece(self) -> _Packer:
+        """The same with fewer and larger arrays."""
+        self._integers = [np.concatenate(self._integers)] if self._integers else []
+        self._floats = [np.concatenate(self._floats)] if self._floats else []
+        return self
 
     def integer(self, name: str, value: int) -> None:
         self._header[INTEGERS.index(name)] = value
@@ -260,13 +272,21 @@ def _engine_steps(packer: _Packer, model: EngineStepModel) -> None:
 
 
 def _tables(packer: _Packer, model: TablesStepModel, max_tokens: int, max_seqs: int) -> None:
+    grid = model.attention
+    packer.begin_with(_packed(grid))
     packer.integer("kind", TABLES)
     packer.integer("by_tokens_at", packer.floats(_by_tokens(model, max_tokens)))
     seqs = [model._head_seconds(n) for n in range(max_seqs + 1)]
     packer.integer("by_seqs_at", packer.floats(seqs))
     packer.number("attention_scale", model._attention_scale)
     _host(packer, model.host_base_s, model.host_per_seq_s)
-    _attention(packer, model.attention, max_seqs)
+    # Room for the blend of two neighbours at every batch size: xs, ys, slopes.
+    sizes = [len(grid._decode[n].xs) for n in grid._decode_n]
+    points = max([a + b for a, b in pairwise(sizes)] or sizes)
+    points = max(points, *sizes)
+    packer.integer("blend_points", points)
+    packer.integer("blend_lengths_at", packer.ints([0] * (max_seqs + 1)))
+    packer.integer("blend_at", packer.floats(np.zeros((max_seqs + 1) * points * 3)))
 
 
 def _by_tokens(model: TablesStepModel, max_tokens: int) -> npt.NDArray[np.float64]:
@@ -292,7 +312,23 @@ def _by_tokens(model: TablesStepModel, max_tokens: int) -> npt.NDArray[np.float6
     return np.concatenate([[0.0], seconds[which]])
 
 
-def _attention(packer: _Packer, grid: AttentionGrid, max_seqs: int) -> None:
+_GRIDS_KEPT = 4
+_grids: list[tuple[AttentionGrid, _Packer]] = []
+
+
+def _packed(grid: AttentionGrid) -> _Packer:
+    """What `_attention` packs of a grid, made once: a sweep asks for the same few. Grids do not change."""
+    for known, packer in _grids:
+        if known is grid:
+            return packer
+    packer = _Packer()
+    _attention(packer, grid)
+    _grids.append((grid, packer.in_one_piece()))
+    del _grids[:-_GRIDS_KEPT]
+    return packer
+
+
+def _attention(packer: _Packer, grid: AttentionGrid) -> None:
     decode_n = grid._decode_n
     packer.integer("decode_count", len(decode_n))
     packer.integer("decode_n_at", packer.floats(decode_n))
@@ -322,13 +358,6 @@ def _attention(packer: _Packer, grid: AttentionGrid, max_seqs: int) -> None:
     packer.integer("mixed_cells_at", packer.ints(cells))
     packer.integer("mixed_n_at", packer.floats(ns))
     packer.integer("mixed_curve", packer.curves(curves))
-    # Room for the blend of two neighbours at every batch size: xs, ys, slopes.
-    sizes = [len(grid._decode[n].xs) for n in decode_n]
-    points = max([a + b for a, b in pairwise(sizes)] or sizes)
-    points = max(points, *sizes)
-    packer.integer("blend_points", points)
-    packer.integer("blend_lengths_at", packer.ints([0] * (max_seqs + 1)))
-    packer.integer("blend_at", packer.floats(np.zeros((max_seqs + 1) * points * 3)))
     if grid.skew is not None:
         _skew(packer, grid.skew)
 

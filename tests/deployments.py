@@ -1,13 +1,17 @@
 """Random deployments, traces and step models for runs that two engines must agree on to the last byte.
 
-    python tests/deployments.py [--n 1000] [--seed 1]
+    python tests/deployments.py [--n 1000] [--seed 1] [--start 0] [--kind hard]
 
 runs as many of them on the compiled and on the step-by-step path and compares everything.
+`hard_deployment` is made to reach what `deployment` seldom does: long decodes that end, run out of blocks or
+out of budget together, arrivals at the very end of a step, lengths of nothing, step models of random tables,
+corrections of corrections.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import sys
 import time
@@ -27,8 +31,8 @@ from vsim.models.curve import Curve
 from vsim.models.engine_steps import Attention, EngineStepModel, Host
 from vsim.models.load import LoadedStepModel, load_step_model, read_profile
 from vsim.models.roofline import RooflineStepModel
-from vsim.models.step import StepModel
-from vsim.models.table_params import StepContext
+from vsim.models.step import StepModel, StepShape
+from vsim.models.table_params import StepContext, build_tables
 from vsim.sim.cluster import ReplicaSpec, simulate_cluster
 from vsim.sim.config import KVGroup, SchedulerConfig
 from vsim.sim.front_end import FrontEnd
@@ -37,6 +41,25 @@ from vsim.sim.run import Run
 from vsim.traces.trace import Sessions, Trace, TraceSource
 
 PROFILES = ("rtx4090-llama-3.1-8b", "rtxpro6000-llama-3.1-8b")
+
+
+class EndlessError(Exception):
+    """Requests that take each other's blocks for ever."""
+
+
+class _Watch:
+    """Called after each step: long before memory is short, nobody having ended means that nobody will."""
+
+    MOST = 30_000
+
+    def __init__(self) -> None:
+        self._last = self._since = 0
+
+    def __call__(self, _now: int, ended: int) -> None:
+        self._since = 0 if ended != self._last else self._since + 1
+        self._last = ended
+        if self._since > self.MOST:
+            raise EndlessError
 
 
 @dataclass(frozen=True)
@@ -52,8 +75,8 @@ class Deployment:
     frontend_s: float
     front_end: FrontEnd | None
 
-    def run(self, engine: Any) -> tuple[Run, StepModel]:
-        model = step_model(self.model)
+    def run(self, engine: Any, model: StepModel | None = None) -> tuple[Run, StepModel]:
+        model = step_model(self.model) if model is None else model
         spec = ReplicaSpec(self.config, model, None, self.frontend_s)
         run = simulate_cluster(
             self.trace,
@@ -62,6 +85,7 @@ class Deployment:
             max_concurrency=self.max_concurrency,
             front_end=self.front_end,
             engine=engine,
+            on_step=_Watch() if engine == "reference" else None,
         )
         return run, model
 
@@ -175,6 +199,171 @@ def random_trace(pick: Picker, config: SchedulerConfig) -> Trace:
     )
 
 
+def hard_deployment(pick: Picker) -> Deployment:
+    """Where requests that decode side by side are disturbed in every way there is."""
+    base = deployment(pick)
+    block_size = pick.one_of([16, 1, 2, 3, 8, 32, 128, 256])
+    max_model_len = pick.one_of([64, 100, 257, 600, 1024])
+    fits = -(-max_model_len // block_size)
+    most_seqs = pick.one_of([4, 1, 2, 7, 32, 100])
+    version = pick.one_of(["0.32.0"] * 5 + ["0.19.0", "0.8.5", "0.11.2"])
+    old, oldest = version != "0.32.0", version in ("0.8.5", "0.11.2")
+    config = dataclasses.replace(
+        base.config,
+        kv_groups=(KVGroup(),),
+        engine_version=version,
+        block_size=block_size,
+        # vLLM starts only where one request of the longest length fits.
+        num_gpu_blocks=1 + pick.one_of([fits, fits + 1, 2 * fits, most_seqs * fits]),
+        max_num_seqs=most_seqs,
+        max_num_active_seqs=None,
+        max_num_batched_tokens=pick.one_of([most_seqs, most_seqs + 1, 2 * most_seqs, 64, 300, 4096])
+        + pick.one_of([0, 0, 1]),
+        max_num_scheduled_tokens=pick.one_of([None, None, None if oldest else most_seqs + 2]),
+        max_model_len=max_model_len,
+        enable_prefix_caching=pick.one_of([True, False]),
+        long_prefill_token_threshold=pick.one_of([0, 0, 1, 5, 40]),
+        long_prefill_token_threshold_adaptive=not old and pick.one_of([False, True]),
+        watermark=0.0 if old else pick.one_of([0.0, 0.0, 0.05, 0.5]),
+        policy="fcfs" if oldest else pick.one_of(["fcfs", "priority"]),
+        async_scheduling=not oldest and pick.one_of([True, True, False]),
+        pipeline_parallel_size=1 if pick.one_of([True, True, True, False]) or old else 2,
+    )
+    return dataclasses.replace(
+        base,
+        trace=hard_trace(pick, config),
+        config=config,
+        model=hard_model(pick),
+        replicas=pick.one_of([1, 1, 1, 2, 9]),
+        max_concurrency=pick.one_of([None, None, 1, most_seqs, most_seqs + 1]),
+        frontend_s=pick.one_of([0.0, 0.01, 0.003]),
+        front_end=pick.one_of([None, FrontEnd(max_model_len, "clip")]),
+    )
+
+
+def hard_trace(pick: Picker, config: SchedulerConfig) -> Trace:
+    """Few kinds of lengths, so that many requests end in one step; arrivals on a grid of step times."""
+    n = pick.one_of([2, 12, 40])
+    rng = np.random.default_rng(pick.integer(0, 1 << 30))
+    kinds = pick.one_of([1, 2, 5, n])
+    longest = config.max_model_len
+    prompts = rng.integers(0 if pick.one_of([False, False, True]) else 1, longest + 1, kinds)
+    if pick.one_of([True, False]):
+        prompts = np.minimum(prompts, pick.one_of([1, 2, config.block_size, 40]))
+    outputs = rng.integers(0, pick.one_of([2, 30, 300, longest]) + 1, kinds)
+    row = rng.integers(0, kinds, n)
+    prompt, output = prompts[row], outputs[row]
+    gap = pick.one_of([0, 5_000_000, 10_000_000, 40_000_000])
+    arrival = np.sort(rng.integers(0, 1 + n // pick.one_of([1, 2, 8]), n)) * gap
+    offsets = ids = None
+    tokens = 0
+    if pick.one_of([False, True]):
+        tokens = pick.one_of([config.block_size, 4 * config.block_size, 7, 64])
+        count = -(-prompt // tokens) + rng.integers(-1, 2, n)
+        count = np.maximum(count, 0)
+        offsets = np.concatenate([[0], np.cumsum(count)]).astype(np.int64)
+        # The same kind has the same content, but for a few that differ somewhere.
+        ids = np.concatenate([row[i] * 1000 + np.arange(c) for i, c in enumerate(count)])
+        odd = rng.random(len(ids)) < pick.one_of([0.0, 0.02, 0.3])
+        ids = np.where(odd, rng.integers(-5, 5, len(ids)), ids).astype(np.int64)
+    return Trace(
+        arrival_ns=(arrival - arrival[0]).astype(np.int64),
+        prompt_tokens=prompt.astype(np.int64),
+        output_tokens=output.astype(np.int64),
+        source=TraceSource("hard", "inline"),
+        max_tokens=(output + rng.integers(1, 4, n)).astype(np.int64)
+        if pick.one_of([False, True])
+        else None,
+        priority=rng.integers(0, 2, n).astype(np.int32) if pick.one_of([False, True]) else None,
+        prefix_offsets=offsets,
+        prefix_ids=ids,
+        prefix_block_tokens=tokens,
+        session=rng.integers(-1, 3, n).astype(np.int32),
+        sessions=random_turns(pick, rng, n),
+        aborted=rng.random(n) < 0.5 if pick.one_of([False, False, False, True]) else None,
+    )
+
+
+def hard_model(pick: Picker) -> tuple[Any, ...]:
+    """Steps of one length, tables of random points, and up to three corrections on one another."""
+    kind = pick.one_of(["even", "random tables", "random tables", "roofline", "engine-steps"])
+    corrections = tuple(
+        (
+            pick.one_of([0.0, 1e-3, -1e-4]),
+            pick.one_of([0.0, 2e-3, -3e-3]),
+            pick.one_of([0.0, 1e-6, -1e-6]),
+            pick.one_of([0.0, 3e-9, -5e-8]),
+            pick.one_of([0.0, -2e-5, 1e-4]),
+            pick.one_of([1.0, 0.97, 1.3, 0.01]),
+        )
+        for _ in range(pick.one_of([0, 0, 1, 2, 3]))
+    )
+    return (kind, pick.integer(0, 1 << 20), corrections, pick.one_of([0.0, 0.0, 1e-3, 0.02]))
+
+
+def random_tables(seed: int, host_s: float) -> StepModel:
+    """A tables model of a few random points: with and without mixed points, skew, experts, a link."""
+    rng = np.random.default_rng(seed)
+
+    def axis(most: int, count: int) -> list[int]:
+        return sorted({1, *rng.integers(1, most, count).tolist()})
+
+    def curve(name: str, most: int) -> dict[str, Any]:
+        xs = axis(most, int(rng.integers(0, 6)))
+        return {name: xs, "us": np.sort(rng.uniform(1, 900, len(xs))).tolist()}
+
+    chunks = axis(3000, int(rng.integers(0, 4)))
+    axes = [axis(2500, int(rng.integers(0, 5))) for _ in range(3)]
+    rows = []
+
+    def add(chunk: int, context: int, n: int) -> None:
+        which = int(rng.integers(0, 3))
+        rows.append([chunk, context, n, which, rng.uniform(1, 800, len(axes[which])).tolist()])
+
+    for n in axis(120, int(rng.integers(0, 5))):
+        add(0, 0, n)
+    for chunk in chunks:
+        for context in [0, *axis(2000, int(rng.integers(0, 3)))]:
+            rows.append([chunk, context, 0, len(axes), [float(rng.uniform(1, 900))]])
+    axes.append([0])
+    if rng.random() < 0.6:
+        for chunk in chunks[: int(rng.integers(1, 3))]:
+            for context in [0, *axis(2000, int(rng.integers(0, 2)))]:
+                for n in axis(90, int(rng.integers(0, 3))):
+                    add(chunk, context, n)
+    params: dict[str, Any] = {
+        "num_layers": int(rng.integers(1, 40)),
+        "hidden_size": 4096,
+        "vocab_size": 32000,
+        "tensor_parallel_size": int(rng.integers(1, 3)),
+        "link": {"latency_s": 1e-5, "bytes_per_s": 5e10},
+        "per_step": curve("tokens", 4000),
+        "per_layer": curve("tokens", 4000),
+        "head": curve("sequences", 200),
+        "attention": {"kv_axes": axes, "rows": rows},
+        "host": {"base_s": host_s, "per_seq_s": host_s / 50},
+    }
+    if rng.random() < 0.5:
+        edges = [sorted(rng.uniform(0, most, 2).tolist()) for most in (60, 1, 2000, 2000)]
+        keys = {tuple(int(x) for x in rng.integers(0, 3, 5)) for _ in range(60)}
+        params["skew"] = {
+            "default": float(rng.choice([0.0, 0.4])),
+            "chunks": [0, *chunks],
+            "n_bins": edges[0],
+            "share_bins": edges[1],
+            "longest_bins": edges[2],
+            "prefill_bins": edges[3],
+            "alpha": [[*key, float(rng.uniform(-0.2, 1))] for key in sorted(keys)],
+        }
+    if rng.random() < 0.3:
+        params["experts"] = {
+            "num_experts": 8,
+            "top_k": 2,
+            "rows": [[n, [1, 4, 8], [3.0, 7.0, 20.0]] for n in axis(2000, 3)],
+        }
+    return build_tables(params, StepContext(enforce_eager=bool(rng.random() < 0.5)))
+
+
 def random_turns(pick: Picker, rng: np.random.Generator, n: int) -> Sessions | None:
     """Conversations that interleave, with thinking times that meet, and turns that two others follow."""
     if not pick.one_of([False, False, True]):
@@ -220,13 +409,27 @@ def _plain(kind: str, variant: int, host_s: float) -> StepModel:
 
 def step_model(recipe: tuple[Any, ...]) -> StepModel:
     kind, variant, correction, host_s = recipe
+    if isinstance(correction, tuple):
+        if kind == "even":
+            even = 0.01 if variant % 2 else 0.005
+            model: StepModel = EngineStepModel(
+                Curve([1, 4096], [even, even]),
+                0.0, 0.0, 0.0, Attention(0.0, 0.0, 0.0, 0.0), Host(host_s, 0.0, 0.0),
+            )  # fmt: skip
+        elif kind == "random tables":
+            model = random_tables(variant, host_s)
+        else:
+            model = _plain(kind, variant % 2, host_s)
+        for terms in correction:
+            model = CorrectedStepModel(model, Coefficients(*terms))
+        return model
     if kind == "loaded tables":
         return load_step_model(
             PROFILES[variant], context=StepContext(block_size=16, enforce_eager=correction == 2)
         )
     if kind == "tables":
         calibration = read_profile(PROFILES[variant])[1]
-        model: StepModel = calibration.step_model(StepContext())
+        model = calibration.step_model(StepContext())
         model.host_base_s, model.host_per_seq_s = host_s, host_s / 300  # type: ignore[attr-defined]
     else:
         model = _plain(kind, variant, host_s)
@@ -237,16 +440,51 @@ def step_model(recipe: tuple[Any, ...]) -> StepModel:
     return model
 
 
+class Heard:
+    """A step model that notes whether an answer was no time: the kernel leaves such a run alone."""
+
+    def __init__(self, model: StepModel) -> None:
+        self._model = model
+        self.nonsense = False
+
+    def device_seconds(self, shape: StepShape) -> float:
+        seconds = self._model.device_seconds(shape)
+        self.nonsense |= not 0 <= seconds < 1e6
+        return seconds
+
+    def host_seconds(self, shape: StepShape) -> float:
+        return self._model.host_seconds(shape)
+
+
+def left_alone(case: Deployment) -> bool:
+    """May the kernel refuse it?"""
+    if case.config.kv_groups != (KVGroup(),) and case.config.enable_prefix_caching:
+        return True  # it knows no block by name there: hits are the reference path's
+    heard = Heard(step_model(case.model))
+    case.run("reference", heard)
+    return heard.nonsense
+
+
 def difference(case: Deployment) -> str | None:
     """What differs between the two paths; None: nothing."""
+    return compared(case)[0]
+
+
+def compared(case: Deployment) -> tuple[str | None, Run | None]:
+    """What differs (None: nothing), and the run (None: not compared, for the kernel may leave it alone)."""
+    try:
+        slow, slow_model = case.run("reference")
+    except (UserError, EndlessError):
+        return None, None
     try:
         fast, fast_model = case.run("fast")
     except UserError as error:
-        # Of several groups the kernel knows no block by name: hits are the reference path's.
-        assert case.config.kv_groups != (KVGroup(),), error
-        assert case.config.enable_prefix_caching, error
-        return None
-    slow, slow_model = case.run("reference")
+        assert left_alone(case), error
+        return None, None
+    return _differs(fast, slow, fast_model, slow_model), fast
+
+
+def _differs(fast: Run, slow: Run, fast_model: StepModel, slow_model: StepModel) -> str | None:
     for field in fields(Run):
         here, there = getattr(fast, field.name), getattr(slow, field.name)
         pairs = {field.name: (here, there)}
@@ -272,24 +510,28 @@ def difference(case: Deployment) -> str | None:
     return None
 
 
+KINDS = {"plain": deployment, "hard": hard_deployment}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--n", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--start", type=int, default=0)
+    parser.add_argument("--kind", choices=list(KINDS), default="plain")
     asked = parser.parse_args()
     seen: Counter[str] = Counter()
     began = time.monotonic()
     for index in range(asked.start, asked.start + asked.n):
-        case = deployment(RandomPicker(f"fast/{asked.seed}/{index}"))
-        wrong = difference(case)
+        case = KINDS[asked.kind](RandomPicker(f"fast/{asked.seed}/{index}"))
+        wrong, run = compared(case)
         if wrong is not None:
-            print(f"deployment {index} of seed {asked.seed} differs in {wrong}\n{case.config}")
+            print(
+                f"{asked.kind} deployment {index} of seed {asked.seed} differs in {wrong}\n{case.config}"
+            )
             return 1
-        try:
-            run, _ = case.run("fast")
-        except UserError:
-            seen["left to the reference path (several groups, and hits possible)"] += 1
+        if run is None:
+            seen["not compared (left to the reference path, or endless)"] += 1
             continue
         seen["deployments"] += 1
         seen["with several groups or windows"] += case.config.kv_groups != (KVGroup(),)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from deployments import PROFILES, Deployment, deployment, difference
+from deployments import PROFILES, Deployment, deployment, difference, hard_deployment
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from workloads import HypothesisPicker, RandomPicker
@@ -46,6 +46,12 @@ def test_drawn_deployments_give_the_same_run(index: int) -> None:
     assert difference(deployment(RandomPicker(f"fast/1/{index}"))) is None
 
 
+@pytest.mark.parametrize("index", range(40))
+def test_decodes_side_by_side_that_are_disturbed_in_every_way_give_the_same_run(index: int) -> None:
+    """What the kernel takes together comes apart exactly where the reference path would see it."""
+    assert difference(hard_deployment(RandomPicker(f"fast/1/{index}"))) is None
+
+
 @pytest.mark.parametrize("index", range(100, 112))
 def test_a_run_in_many_slices_with_arrays_that_grow_is_the_same(
     index: int, monkeypatch: pytest.MonkeyPatch
@@ -63,7 +69,7 @@ def test_a_run_in_many_slices_with_arrays_that_grow_is_the_same(
 
 
 def test_the_kernel_reads_a_step_models_numbers_where_they_are_written() -> None:
-    """Machine code is kept by the hash of two files alone, so these repeat the model's places."""
+    """Machine code is kept by the hash of the files beside it alone, so these repeat the model's places."""
     place = {name: value for name, value in vars(places).items() if name[:2] in ("M_", "P_")}
     integers = [name for name in place if name.startswith("M_")]
     floats = [name for name in place if name.startswith("P_")]

@@ -20,6 +20,12 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from vsim.sim.fast.places import (
+    A_KV_TOKEN,
+    A_MIXED,
+    A_PREFILL_TOKEN,
+    A_SCALE,
+    A_SEQ,
+    A_STEP,
     ASLEEP,
     B_BEFORE,
     B_CHAIN_BEFORE,
@@ -71,6 +77,7 @@ from vsim.sim.fast.places import (
     C_TABLE,
     C_UNKEYED_FIRST,
     C_WATERMARK,
+    CORRECTION,
     DEVICE,
     EMPTY,
     F_COUNT,
@@ -140,7 +147,8 @@ from vsim.sim.fast.places import (
     M_BLEND_POINTS,
     M_BY_SEQS,
     M_BY_TOKENS,
-    M_CORRECTED,
+    M_CORRECTIONS,
+    M_CORRECTIONS_AT,
     M_CURVES,
     M_DECODE_CURVE,
     M_DECODE_N,
@@ -203,16 +211,10 @@ from vsim.sim.fast.places import (
     P_HOST_CHUNK,
     P_HOST_SEQ,
     P_KV_BYTES,
-    P_KV_TOKEN,
-    P_MIXED,
     P_PEAK,
-    P_PREFILL_TOKEN,
     P_REDUCE,
     P_REDUCE_TOKEN,
-    P_SCALE,
-    P_SEQ,
     P_SMALL,
-    P_STEP,
     P_WEIGHTS,
     P_WINDOW_FLOPS,
     P_WINDOW_KV,
@@ -560,16 +562,18 @@ def device_seconds(
             + floats[P_ENGINE_KV] * float(context)
             + floats[P_ENGINE_UNEVEN] * float(n * longest - context)
         )
-    if ints[M_CORRECTED]:
+    at = ints[M_CORRECTIONS_AT]
+    for _correction in range(ints[M_CORRECTIONS]):
         prior = seconds
-        seconds = prior * floats[P_SCALE] + floats[P_STEP] + floats[P_SEQ] * seqs
-        seconds += floats[P_KV_TOKEN] * context
+        seconds = prior * floats[at + A_SCALE] + floats[at + A_STEP] + floats[at + A_SEQ] * seqs
+        seconds += floats[at + A_KV_TOKEN] * context
         if chunks:
-            seconds += floats[P_PREFILL_TOKEN] * tokens
+            seconds += floats[at + A_PREFILL_TOKEN] * tokens
             if n:
-                seconds += floats[P_MIXED]
+                seconds += floats[at + A_MIXED]
         if not seconds > 0.1 * prior:
             seconds = 0.1 * prior
+        at += CORRECTION
     return seconds
 
 

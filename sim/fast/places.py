@@ -181,7 +181,8 @@ NS = 1_000_000_000
 # Places in a step model's arrays: models/kernel_params.py, in its order (a test compares).
 (
     M_KIND,
-    M_CORRECTED,
+    M_CORRECTIONS,
+    M_CORRECTIONS_AT,
     M_MAX_TOKENS,
     M_MAX_SEQS,
     M_MAX_MIXED,
@@ -222,7 +223,7 @@ NS = 1_000_000_000
     M_BLEND,
     M_BLEND_POINTS,
     M_TOKENS_CURVE,
-) = range(42)
+) = range(43)
 (
     _,
     P_FLOPS,
@@ -245,12 +246,6 @@ NS = 1_000_000_000
     P_HOST,
     P_HOST_SEQ,
     P_HOST_CHUNK,
-    P_SCALE,
-    P_STEP,
-    P_MIXED,
-    P_PREFILL_TOKEN,
-    P_KV_TOKEN,
-    P_SEQ,
     P_ENGINE_SEQ,
     P_ENGINE_CHUNK,
     P_ENGINE_MIXED,
@@ -258,8 +253,11 @@ NS = 1_000_000_000
     P_ENGINE_CONTEXT,
     P_ENGINE_KV,
     P_ENGINE_UNEVEN,
-) = range(34)
+) = range(28)
 ROOFLINE, TABLES, ENGINE_STEPS = 0, 1, 2
+# Coefficients of one correction.
+(A_SCALE, A_STEP, A_SEQ, A_KV_TOKEN, A_PREFILL_TOKEN, A_MIXED) = range(6)
+CORRECTION = 6
 
 # Of a KV block: a row of `pool`.
 (B_NEXT, B_BEFORE, B_REFS, B_CHAIN_NEXT, B_CHAIN_BEFORE) = range(5)
