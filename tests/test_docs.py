@@ -213,9 +213,9 @@ def test_flags_of_the_repository_s_scripts_exist() -> None:
 
 
 def test_make_targets_that_pages_name_exist() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for page in PAGES:
-        for target in re.findall(r"`make ([a-z]+)", page.read_text()):
+        for target in re.findall(r"`make ([a-z-]+)", page.read_text()):
             assert target in targets, f"{_name(page)} names make {target}"
 
 
