@@ -13,6 +13,7 @@ from vsim.calibrate.live import LEAST_REPEATS, LivePlan, LiveResult, notes_of, t
 from vsim.calibrate.spot import SpotCheck, compare, numbers, scheduler_config, spread_doubt
 from vsim.errors import UserError
 from vsim.models.load import LoadedStepModel, read_profile
+from vsim.models.profile_check import Asked, doubts, other_engine, same_name
 from vsim.models.step import StepModel, StepShape
 from vsim.models.table_params import StepContext
 from vsim.models.uncertainty import uncertainty_of
@@ -51,6 +52,14 @@ def live_http_check(
     facts = server_facts(url)
     started = _started(facts, plan, says)
     scheduler = scheduler_config(started, str(facts["vllm_version"] or says.get("vllm_version")))
+    asked = Asked(
+        engine="v1",
+        engine_version=str(facts["vllm_version"]) if facts["vllm_version"] else None,
+        block_size=scheduler.block_size,
+    )
+    wrong = other_engine(calibration, asked)
+    if wrong:
+        raise UserError(f"profile {name} is not of the server at {url}: {wrong}")
     limits = Limits(
         scheduler.max_num_batched_tokens,
         scheduler.max_num_seqs,
@@ -69,7 +78,11 @@ def live_http_check(
         ),
         calibration,
         name,
-        notes=notes_of(calibration, scheduler.block_size),
+        notes=(
+            *notes_of(calibration, scheduler.block_size),
+            *doubts(calibration, name, asked),
+            *_other_name(facts, says),
+        ),
     )
     model: StepModel = loaded.model
     if says.get("gpu") == "cpu" and scheduler.async_scheduling:
@@ -165,6 +178,17 @@ def _started(facts: dict[str, Any], plan: LivePlan, says: Any) -> dict[str, Any]
         # As the calibrated engine resolved it: CPU builds run vLLM's V1 model runner.
         "v2_model_runner": says.get("gpu") != "cpu",
     }
+
+
+def _other_name(facts: dict[str, Any], says: Any) -> list[str]:
+    """A server may call its model as it likes: another name than the profile's is no proof of another model."""
+    measured = says.get("model")
+    if not measured or not facts.get("model") or same_name(str(measured), str(facts["model"])):
+        return []
+    return [
+        f"the server calls its model {facts['model']}, the profile was measured with {measured}: that they are "
+        "the same is assumed"
+    ]
 
 
 def client_check(trace: Trace, run: Run) -> list[str]:

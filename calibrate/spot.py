@@ -147,11 +147,21 @@ def check_profile(calibration: Calibration, hello: dict[str, Any], started: dict
         "enforce_eager": started["enforce_eager"],
     }
     for name, value in here.items():
-        if name in says and says[name] != value:
+        if name in says and _told(name, says[name]) != _told(name, value):
             raise UserError(
                 f"the profile was measured with {name}={says[name]}, the engine here has {name}={value}: "
                 "calibrate on this engine, or check another profile"
             )
+
+
+def _told(name: str, value: Any) -> Any:
+    """A setting as it is compared: builds of one release are alike, and a cache in the model's own precision is
+    called "auto" or by its name."""
+    if name == "vllm_version":
+        return str(value).split("+")[0]
+    if name == "kv_cache_dtype" and not str(value).startswith("fp8"):
+        return "auto"
+    return value
 
 
 def transferred(

@@ -207,6 +207,11 @@ def _method(quantization: object) -> str:
     return str(quantization or "").lower().removesuffix("_marlin")
 
 
+def same_name(one: str, other: str) -> bool:
+    """Are these two spellings of one model's or device's name?"""
+    return _plain(one) == _plain(other)
+
+
 def _same_model(name: str, model: ModelSpec) -> bool:
     """By name, or by shape where the catalogue knows `name`: fine-tunes and local folders run alike."""
     if _plain(name) == _plain(model.name):

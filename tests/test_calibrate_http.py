@@ -143,6 +143,18 @@ def test_a_check_from_end_to_end(url: str, tmp_path: Path) -> None:
     assert cells["tpot", "p50"].predicted == pytest.approx(STEP_S * 1e3)
     assert cells["tpot", "p50"].median > STEP_S * 0.9e3
     assert any("ms between the client and the engine" in s for s in check.facts["assumptions"])
+    assert any("calls its model fake" in s for s in check.facts["assumptions"])
+
+
+def test_a_profile_of_another_release_than_the_servers_is_refused(url: str, tmp_path: Path) -> None:
+    path = profile(tmp_path)
+    data = json.loads(path.read_text())
+    data["provenance"]["vllm_version"] = "0.19.0"
+    path.write_text(json.dumps(data))
+    flags = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
+    plan = LivePlan(profile=path, trace=Trace.of([0], [20], [8]), engine_flags=flags)
+    with pytest.raises(UserError, match=r"steps of vLLM 0\.19\.0, not of 0\.32\.0"):
+        live_http_check(plan, url, 0.0, lambda line: None)
 
 
 def test_what_the_server_does_not_tell_must_be_given(url: str, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from vsim.calibrate.spot import check_profile
 from vsim.commands.replay import replay
 from vsim.commands.sweep import sweep
 from vsim.errors import UserError
@@ -201,3 +202,37 @@ def test_replay_and_sweep_take_it_and_refuse_what_is_anothers(tmp_path: Path, tr
         sweep, [*args[:-1], only, "--vary", "max_num_seqs=8,16", "--out", str(table)]
     )
     assert swept.exit_code == 0, swept.output
+
+
+# --- the engine at hand ----------------------------------------------------------------------------------
+
+STARTED = {
+    "dtype": "bfloat16",
+    "quantization": None,
+    "kv_cache_dtype": "auto",
+    "tensor_parallel_size": 1,
+    "enforce_eager": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("says", "refused"),
+    [
+        ({"vllm_version": "0.32.0", "kv_cache_dtype": "bfloat16"}, False),
+        ({"vllm_version": "0.31.0"}, True),
+        ({"kv_cache_dtype": "fp8"}, True),
+        ({"dtype": "float32"}, True),
+        ({"gpu_name": "another CPU"}, True),
+        ({"enforce_eager": False}, True),
+    ],
+)
+def test_a_spot_check_takes_the_profile_of_this_engine_only(
+    says: dict[str, Any], refused: bool
+) -> None:
+    found = Calibration("engine-steps", {}, Domain(), provenance=says)
+    hello = {"device": "this CPU", "vllm_version": "0.32.0+cpu"}
+    if not refused:
+        check_profile(found, hello, STARTED)
+        return
+    with pytest.raises(UserError, match="the engine here has"):
+        check_profile(found, hello, STARTED)
