@@ -13,11 +13,12 @@ import numpy as np
 from vsim.errors import UserError
 from vsim.models.load import LoadedStepModel
 from vsim.models.uncertainty import slowed, uncertainty_of
-from vsim.sim.deployment import Deployment, resolve
+from vsim.sim.deployment import Deployment
 from vsim.sim.explain import explain_tail
 from vsim.sim.fast.several import load_for
 from vsim.sim.front_end import TOO_LONG
 from vsim.sim.plan.slo import Slo
+from vsim.sim.profile_defaults import resolve_with_profile
 from vsim.sim.replay import Load, replay, step_model_for
 from vsim.sim.run import FINISHED, REJECTED, Run
 from vsim.sim.summary import summarize
@@ -110,14 +111,27 @@ class Probe:
     telling: bool = True  # the sample lacks nothing that would make the whole trace faster
 
 
-def engine_of(point: Point) -> tuple[Deployment, LoadedStepModel]:
-    """The deployment that `point` names, and its step model. Raises UserError as vLLM would refuse it."""
+def _resolved(point: Point) -> tuple[Deployment, str | None, dict[str, Any]]:
+    """The deployment that `point` names, its profile, and the flags as they were taken."""
     given = {name: value for name, value in point.items() if value is not None}
     profile = given.pop("profile", None)
     for name in ("route", "replicas"):
         given.pop(name, None)
-    deployment = resolve(str(given.pop("model")), str(given.pop("gpu")), **given)  # type: ignore[arg-type]
-    return deployment, step_model_for(deployment, None if profile is None else str(profile))
+    named = None if profile is None else str(profile)
+    model, gpu = str(given.pop("model")), str(given.pop("gpu"))
+    deployment, taken = resolve_with_profile(model, gpu, named, given)
+    return deployment, named, taken
+
+
+def engine_of(point: Point) -> tuple[Deployment, LoadedStepModel]:
+    """The deployment that `point` names, and its step model. Raises UserError as vLLM would refuse it."""
+    deployment, profile, _ = _resolved(point)
+    return deployment, step_model_for(deployment, profile)
+
+
+def as_simulated(point: Point) -> Point:
+    """`point` with the flags that its profile decided where the user didn't: those belong on the line to run."""
+    return {**point, **_resolved(point)[2]}
 
 
 def at_slow_end(model: LoadedStepModel, pessimism: float) -> LoadedStepModel:

@@ -12,7 +12,7 @@ from vsim import __version__
 from vsim.sim.bill import PARTS
 from vsim.sim.cost import HOURS_PER_MONTH, Cost, Prices
 from vsim.sim.plan.candidates import Candidate, Plan, Space
-from vsim.sim.plan.evaluate import Evaluation, Question, serve_line
+from vsim.sim.plan.evaluate import Evaluation, Question, as_simulated, serve_line
 from vsim.sim.plan.money import beside_gpus, bill_of
 from vsim.sim.text import number, plain, short
 from vsim.traces.trace import Trace
@@ -84,7 +84,7 @@ def _answer(
     if version is None and best.point.get("engine") == "v0":
         version = V0_RELEASE
     version = f" (vLLM {plain(version)})" if version is not None else ""
-    lines += ["", f"Each replica{version}:", f"  {serve_line(best.point)}"]
+    lines += ["", f"Each replica{version}:", f"  {serve_line(as_simulated(best.point))}"]
     route = best.point.get("route") or "round-robin"
     if plan.replicas > 1:
         lines.append(f"behind a router that sends by {route}.")
@@ -326,7 +326,7 @@ def plan_data(
             "cost_per_hour": float(best.cost(plan.replicas) + beside),
             "cost_per_month": float((best.cost(plan.replicas) + beside) * HOURS_PER_MONTH),
             "bill": None if bill is None else bill.as_dict(),
-            "serve": serve_line(best.point),
+            "serve": serve_line(as_simulated(best.point)),
             "headroom": plan.headroom,
             "headroom_missed_at": plan.knee,
         },
