@@ -186,6 +186,8 @@ def dual_track(
         "trace": trace.source.name,
         "offline_trace": None if offline_trace is None else offline_trace.source.name,
         "requests": len(trace),
+        "offline_requests": len(benchmark),
+        "unfilled_concurrency": [level for level in concurrency if level >= len(benchmark)],
         "tracks": tracks,
         "replay_share_of_offline": _ratio(
             replayed["output_throughput"], all_at_once["output_throughput"]
@@ -346,6 +348,13 @@ def _sentences(result: Mapping[str, Any]) -> list[str]:
     if factors:
         said.append(
             f"Derating factor of this trace: {', '.join(factors)}. The rule of thumb says {RULE_OF_THUMB:g}."
+        )
+    unfilled = result["unfilled_concurrency"]
+    if unfilled:
+        said.append(
+            f"The offline track has only {result['offline_requests']:,} requests: concurrency "
+            f"{', '.join(map(str, unfilled))} holds them all at once, and does not show a full engine. Neither "
+            "does the derating factor over it: send more requests."
         )
     said.append(_distortion(result["time_compression"]))
     return said

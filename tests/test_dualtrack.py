@@ -151,3 +151,11 @@ def test_the_command_prints_a_table_or_json(call, tmp_path: Path) -> None:  # no
     ):
         code, out, err = call(*asked, *args)
         assert code == 2 and out == "" and names in err and err.count("\n") == 1
+
+
+def test_an_offline_track_that_never_fills_the_engine_is_told() -> None:
+    trace = small_trace(count=12)
+    result = dual_track(trace, DEPLOYMENT, concurrency=(4, 12, 32), targets=None)
+    assert result["unfilled_concurrency"] == [12, 32]
+    assert "The offline track has only 12 requests: concurrency 12, 32 holds" in render(result)
+    assert "has only" not in render(dual_track(trace, DEPLOYMENT, concurrency=(4,), targets=None))
