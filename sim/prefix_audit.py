@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from vsim.errors import UserError
 from vsim.sim.router import home_of
+from vsim.sim.text import wrapped
 from vsim.traces.arrivals import select
 from vsim.traces.sharing import sharing
 from vsim.traces.trace import Int64Array, Trace
@@ -99,7 +100,8 @@ def reuse(trace: Trace, block_size: int) -> Reuse:
             f"{trace.source.name}: the trace does not say which prompts begin alike (no hash ids): there is "
             "nothing to audit; Mooncake's format and vsim's own can say it"
         )
-    ids, offsets = trace.prefix_ids.tolist(), trace.prefix_offsets.tolist()
+    # Ids become Python's a row at a time: a trace may have a hundred million.
+    ids, offsets = trace.prefix_ids, trace.prefix_offsets.tolist()
     prompts, outputs = trace.prompt_tokens.tolist(), trace.output_tokens.tolist()
     nodes: dict[tuple[int, int], int] = {}  # (node of the piece before, id) -> node
     last: list[int] = [-1]  # node -> request that touched it last
@@ -117,7 +119,7 @@ def reuse(trace: Trace, block_size: int) -> Reuse:
         matching = True
         group, above, mine = -1, 0, 0
         moved: dict[int, int] = {}
-        for place, identity in enumerate(ids[offsets[row] : offsets[row + 1]]):
+        for place, identity in enumerate(ids[offsets[row] : offsets[row + 1]].tolist()):
             end = min((place + 1) * size, prompt)
             if end <= place * size:
                 break
@@ -228,11 +230,15 @@ def audit(
         for count in sorted(set(replicas)):
             if count == 1 and route != AUDIT_ROUTES[0]:
                 continue
-            parts = [
-                reuse(select(trace, rows_of, ""), block_size)
-                for rows_of in _split(trace, route, count)
-                if len(rows_of)
-            ]
+            parts = (
+                [one]
+                if count == 1
+                else [
+                    reuse(select(trace, rows_of, ""), block_size)
+                    for rows_of in _split(trace, route, count)
+                    if len(rows_of)
+                ]
+            )
             routes.append(
                 (
                     route if count > 1 else "–",
@@ -312,8 +318,10 @@ def render_audit(found: Audit) -> str:
     """As plain text in 80 columns."""
     share = found.shared_tokens / max(1, found.prompt_tokens)
     lines = [
-        f"{found.requests:,} requests, {found.prompt_tokens:,} prompt tokens; an earlier prompt begins with",
-        f"{found.shared_tokens:,} of them too ({share:.1%}). Rates are shares of all prompt tokens.",
+        *wrapped(
+            f"{found.requests:,} requests, {found.prompt_tokens:,} prompt tokens; an earlier prompt begins "
+            f"with {found.shared_tokens:,} of them too ({share:.1%}). Rates are shares of all prompt tokens."
+        ),
         "",
         "A cache that never evicts, by block size",
         f"{'block size':>12}{'hit rate':>12}{'shared but shorter than a block':>36}",

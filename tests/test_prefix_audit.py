@@ -14,10 +14,13 @@ from hypothesis import strategies as st
 
 from vsim.commands.cache import cache as command
 from vsim.errors import UserError
+from vsim.sim.advice import Setup
 from vsim.sim.config import SchedulerConfig
 from vsim.sim.engine import simulate
 from vsim.sim.prefix_audit import audit, audit_data, render_audit, reuse
+from vsim.sim.replay import Load, replay, step_model_for
 from vsim.tests.fixed_step import Fixed
+from vsim.traces.readers import read_trace
 from vsim.traces.sharing import sharing
 from vsim.traces.trace import Trace
 from vsim.traces.write import write_trace
@@ -68,6 +71,18 @@ def test_hits_of_any_cache_size_are_the_schedulers_own_where_requests_do_not_ove
     shared = sharing(trace)
     assert shared is not None
     assert found.hit_tokens() == int(shared.hit_tokens(block).sum())
+
+
+@pytest.mark.parametrize("block", [16, 128, 512])
+def test_the_ceiling_is_what_a_replay_with_room_for_everything_finds(block: int) -> None:
+    # At the trace's own times, under load: a prompt's blocks can be found as soon as they are computed.
+    file = Path(__file__).parent / "data/traces/mooncake_conversation_head.jsonl"
+    trace = read_trace(file)
+    flags = {"block_size": block, "num_gpu_blocks_override": 2_000_000 // block}
+    deployment = Setup("meta-llama/Llama-3.1-8B-Instruct", "h100", flags).deployment()
+    run = replay(trace, deployment, step_model_for(deployment), Load())
+    hits = int(run.requests["cached_tokens"].sum())
+    assert hits == reuse(trace, block).hit_tokens() > 0
 
 
 @given(requests, st.sampled_from([1, 7, 16]))

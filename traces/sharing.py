@@ -46,7 +46,8 @@ def parents(trace: Trace) -> tuple[Int64Array, Int64Array] | None:
     if trace.prefix_ids is None or trace.prefix_offsets is None or not trace.prefix_block_tokens:
         return None
     size = trace.prefix_block_tokens
-    ids, offsets = trace.prefix_ids.tolist(), trace.prefix_offsets.tolist()
+    # Ids become Python's a row at a time: a trace may have a hundred million.
+    ids, offsets = trace.prefix_ids, trace.prefix_offsets.tolist()
     # (node of the piece before, id) -> [node, most tokens of this piece that any prompt held, latest row]
     tree: dict[tuple[int, int], list[int]] = {}
     common = np.zeros(len(trace), dtype=np.int64)
@@ -54,7 +55,7 @@ def parents(trace: Trace) -> tuple[Int64Array, Int64Array] | None:
     for row, prompt in enumerate(trace.prompt_tokens.tolist()):
         node, shared, matching, with_row = 0, 0, True, -1
         left = prompt
-        for identity in ids[offsets[row] : offsets[row + 1]]:
+        for identity in ids[offsets[row] : offsets[row + 1]].tolist():
             held = size if left >= size else left
             if held <= 0:
                 break
