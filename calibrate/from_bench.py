@@ -13,12 +13,16 @@ from vsim.calibrate.bench_case import read_bench
 from vsim.calibrate.fit import Fit
 from vsim.calibrate.fit_latencies import USUAL_FRONTEND_S, fit_latencies
 from vsim.calibrate.validate import Validation, score
+from vsim.errors import UserError
 from vsim.models.artifact import Calibration
 from vsim.models.correction import NAMES, Coefficients, CorrectedStepModel
 from vsim.models.load import LoadedStepModel
 from vsim.sim.deployment import Deployment
+from vsim.sim.replay import step_model_for
 
 HELD_OUT_SHARE = 1 / 3
+# A correction that fits does better; beyond it the server wasn't the same one from beginning to end.
+OTHER_SPEED_PCT = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,10 @@ def from_bench(
         visible,
         fit,
     )
-    calibration = _artifact(prior, fit, deployment, after, before, case.assumptions)
+    after = replace(after, assumptions=(*after.assumptions, *_other_speed(after)))
+    calibration = _artifact(
+        prior, fit, deployment, after, before, (*case.assumptions, *_other_speed(after))
+    )
     calibration = replace(
         calibration,
         provenance={
@@ -79,6 +86,16 @@ def from_bench(
         },
     )
     return BenchFit(calibration, replace(after, step_model={"label": calibration.label}), before)
+
+
+def prior_model(deployment: Deployment, prior: str | None) -> LoadedStepModel:
+    """What is corrected: the profile named, else a bundled one that fits, else the roofline. Raises UserError if
+    there is none."""
+    if prior is None and deployment.gpu.platform == "cpu":
+        raise UserError(
+            "--prior is missing: for a CPU there is no roofline to correct; give a profile of vsim calibrate"
+        )
+    return step_model_for(deployment, prior)
 
 
 def _artifact(
@@ -145,6 +162,17 @@ def _artifact(
                 "is in the correction",
             ],
         },
+    )
+
+
+def _other_speed(held_out: Validation) -> tuple[str, ...]:
+    off = held_out.metrics["e2e"].error_pct["mean"]
+    if not abs(off) > OTHER_SPEED_PCT:
+        return ()
+    return (
+        f"the requests held out took {'longer' if off < 0 else 'less'} than those before them let expect (mean "
+        f"E2E is {off:+.0f} % off): the server's speed changed during the run, or its flags are others than "
+        "those given here",
     )
 
 

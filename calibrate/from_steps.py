@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from vsim.calibrate.fit_samples import (
     noise_floor,
     samples_hash,
 )
+from vsim.calibrate.from_bench import prior_model
 from vsim.calibrate.samples import StepSample
 from vsim.calibrate.step_logs import StepLog, read_step_log
 from vsim.errors import UserError
@@ -29,7 +30,6 @@ from vsim.models.correction import NAMES, Coefficients, CorrectedStepModel, feat
 from vsim.models.load import LoadedStepModel
 from vsim.models.step import StepModel
 from vsim.sim.deployment import Deployment
-from vsim.sim.replay import step_model_for
 
 
 def from_steps(
@@ -47,16 +47,11 @@ def from_steps(
     log that is none, that was measured on something else, or that has too few steps.
     """
     log = read_step_log(path, deployment.scheduler.block_size, kv_cache_tokens)
-    if log.kind == "vllm" and deployment.gpu.platform == "cpu":
-        raise UserError(
-            f"{path.name}: on a CPU vLLM runs the model before it begins to take an iteration's time, so the log "
-            "does not tell how long a step takes: use vsim calibrate"
-        )
     _check_sessions(log, deployment, model_config)
     about = _provenance(log, deployment, model_config, path.name, command)
     if log.exact and prior is None:
         return fit_samples(log.samples, about)
-    return _corrected(log, step_model_for(deployment, prior), about)
+    return _corrected(log, prior_model(deployment, prior), about)
 
 
 def _check_sessions(log: StepLog, deployment: Deployment, model_config: dict[str, Any]) -> None:
@@ -148,10 +143,14 @@ def _corrected(log: StepLog, prior: LoadedStepModel, about: dict[str, Any]) -> C
         sums = {n: getattr(earlier, n) + getattr(coefficients, n) for n in NAMES}
         coefficients = Coefficients(**sums, scale=earlier.scale)
         params = {"prior": prior.calibration.params["prior"]}
+    domain = domain_of(log.samples.rows)
+    if not log.exact:
+        # What was before a chunk is not in the log, so nothing can be said to lie outside it.
+        domain = replace(domain, max_prefill_context=prior.calibration.domain.max_prefill_context)
     return Calibration(
         kind="corrected",
         params={**params, "coefficients": asdict(coefficients)},
-        domain=domain_of(log.samples.rows),
+        domain=domain,
         quality={
             "samples": len(rows),
             "fit": errors_of(_totals(model, rows), measured),

@@ -61,14 +61,12 @@ def from_bench(
 ) -> None:
     """A prior corrected from a client's latencies, with its error on the requests held out."""
     from vsim.calibrate.from_bench import from_bench as fit
+    from vsim.calibrate.from_bench import prior_model
     from vsim.commands.validate import table
     from vsim.models.artifact import write_calibration
-    from vsim.sim.replay import step_model_for
     from vsim.sim.text import plain
 
-    fitted = fit(
-        result, trace, deployment, step_model_for(deployment, prior), reading, command, _say
-    )
+    fitted = fit(result, trace, deployment, prior_model(deployment, prior), reading, command, _say)
     _clear()
     write_calibration(fitted.calibration, target)
     if as_json:

@@ -65,6 +65,8 @@ def describe(name: str, calibration: Any) -> str:
             lines.append(f"  {plain(key)}: {_value(value)}")
     lines += ["", "Quality"]
     for key, value in calibration.quality.items():
+        if key == "coefficient_covariance":
+            continue  # for the intervals, not for reading: --json has it
         if isinstance(value, dict):
             inner = ", ".join(f"{plain(k)} {_value(v)}" for k, v in value.items())
             lines.append(f"  {plain(key)}: {inner}")

@@ -133,7 +133,7 @@ def table(result: Validation) -> str:
         c = result.correction
         lines.append(
             f"learned from the first {c['learned_from_requests']} requests "
-            f"({c['intervals']} step intervals, {c['requests_used']} decode times): "
+            f"({c['intervals']} step intervals, {c['requests_used']} times of requests): "
             f"{c['per_step_s'] * 1e3:+.3f} ms a step, {c['per_mixed_step_s'] * 1e3:+.3f} ms a mixed step, "
             f"{c['per_prefill_token_s'] * 1e6:+.3f} us a prefill token, "
             f"{c['per_kv_token_s'] * 1e9:+.2f} ns a KV token, front end {c['frontend_s'] * 1e3:.2f} ms"

@@ -29,6 +29,7 @@ MAX_LIMIT = 10_000  # requests that a command in a page may replay: pages must s
 # Flags that pages name and that are not vsim's.
 FOREIGN_FLAGS = {
     "--save-result": "`vllm bench serve`: writes the result that vsim reads and writes",
+    "--enable-logging-iteration-details": "`vllm serve`: logs the steps that --from-steps reads",
     "--save-detailed": "`vllm bench serve`: the same with per-request lists",
     "--dataset-name": "`vllm bench serve`: takes our timed_trace files",
     "--n": "tests/exact.py: how many random cases",

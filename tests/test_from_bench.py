@@ -135,7 +135,8 @@ def test_no_timing_of_a_request_held_out_is_read(here: Path, result: dict[str, A
             [gap * (3 if at >= 60 else 1) for gap in gaps] for at, gaps in enumerate(result["itls"])
         ],
     }
-    run(late, "--trace", "trace.csv")
+    said = run(late, "--trace", "trace.csv").output
+    assert "the requests held out took longer" in " ".join(said.split())
     second = read_calibration(here / "p.json")
     assert first.params == second.params
     assert first.quality["held_out_requests"] != second.quality["held_out_requests"]

@@ -180,12 +180,12 @@ def test_dummy_and_speculative_steps_are_left_out(here: Path) -> None:
     assert any("speculative" in note for note in log.notes)
 
 
-def test_on_a_cpu_vllms_log_does_not_tell(here: Path) -> None:
+def test_on_a_cpu_a_prior_must_be_named(here: Path) -> None:
     steps = shapes()
     Path("server.log").write_text(server_lines(steps, [20.0] * len(steps)))
     args = ["--gpu", "cpu", "--model", "tiny", "--from-steps", "server.log", "--out", "p.json"]
     found = CliRunner().invoke(calibrate, args)
-    assert "before it begins to take" in str(found.exception)
+    assert "--prior is missing" in str(found.exception)
 
 
 def test_a_prior_can_be_corrected_by_exact_steps(here: Path) -> None:
