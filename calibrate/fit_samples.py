@@ -41,9 +41,7 @@ def fit_samples(samples: Samples, provenance: dict[str, Any]) -> Calibration:
     kernels = [s["kernels"] for s in samples.sessions.values() if "kernels" in s]
     if kernels:
         params["kernels"] = kernels[-1]
-    held_out = samples.usable("serve") or [
-        row for row in samples.rows if row.phase == "serve" and not row.warmup
-    ]
+    held_out = _held_out(samples)
     return Calibration(
         kind="engine-steps",
         params=params,
@@ -53,6 +51,7 @@ def fit_samples(samples: Samples, provenance: dict[str, Any]) -> Calibration:
             "fit": errors(params, grid),
             "held_out": len(held_out),
             "held_out_error": errors(params, held_out) if held_out else None,
+            "session_bias_pct": session_biases_pct(grid, held_out),
             "noise_floor": noise_floor(samples.rows),
             "slowdown": slowdown_of(samples.rows),
             "disturbed_share": round(
@@ -66,6 +65,29 @@ def fit_samples(samples: Samples, provenance: dict[str, Any]) -> Calibration:
             "assumptions": [*provenance.get("assumptions", ()), *notes],
         },
     )
+
+
+def _held_out(samples: Samples) -> list[StepSample]:
+    return samples.usable("serve") or [
+        row for row in samples.rows if row.phase == "serve" and not row.warmup
+    ]
+
+
+def session_biases_pct(fitted: Sequence[StepSample], held_out: Sequence[StepSample]) -> list[float]:
+    """How much too long each session's held-out run is predicted, in %, by a fit to the other sessions alone.
+
+    A session is one start of the engine: where its memory lies, the clocks and the neighbours of that time
+    make all its steps some percent faster or slower, and the next start's will be another draw of the same.
+    Empty with a single session, which says nothing about the next.
+    """
+    sessions = sorted({row.session for row in held_out})
+    found = []
+    for session in sessions if len(sessions) > 1 else ():
+        others = [row for row in fitted if row.session != session]
+        if len(others) >= MIN_SAMPLES:
+            own = [row for row in held_out if row.session == session]
+            found.append(float(errors(fit_params(others), own)["bias_pct"]))
+    return found
 
 
 def _rows_to_fit(samples: Samples) -> tuple[list[StepSample], list[str]]:

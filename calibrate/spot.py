@@ -192,6 +192,7 @@ def transferred(
             "label": f"{calibration.label}, scaled from {measured.name}",
             "model": other.name,
             "carried_over_from": measured.name,
+            "carried_over_by": "scaling" if kernels is None else "timed matrix products",
             "assumptions": [*said, note],
         },
     )

@@ -18,7 +18,7 @@ from vsim.models.artifact import Calibration
 from vsim.models.correction import CorrectedStepModel
 from vsim.models.load import LoadedStepModel
 from vsim.models.step import StepModel
-from vsim.models.uncertainty import draw, uncertainty_of
+from vsim.models.uncertainty import deviations, drawn, uncertainty_of
 from vsim.sim.lockstep import DUMMY, LockstepRun
 
 FloatArray = npt.NDArray[np.float64]
@@ -51,7 +51,8 @@ class Validation:
     scored: int
     unscored: int  # predicted as rejected or unfinished
     metrics: dict[str, Distance]
-    throughput: dict[str, float]  # output tokens per second: measured, predicted, error_pct
+    # output tokens per second: measured, predicted, error_pct; low and high of the 90 % interval, if asked
+    throughput: dict[str, float]
     peer: dict[
         str, dict[str, float]
     ]  # the peer's error on the same requests, same clock, in percent
@@ -167,6 +168,9 @@ def score(
     served = run.finish_ns >= 0
     intervals = _intervals(case, model, calibration, frontend_s, mask, draws, seed, progress)
     metrics = _distances(case, run, mask & served)
+    throughput = _throughput(case, run, mask & served)
+    for low, high in intervals.pop("throughput", {}).values():
+        throughput |= {"low": low, "high": high}
     assumptions = [*case.assumptions, *said, *counted.assumptions]
     if case.ranks > 1:
         how = "step together" if case.model.moe else "run free of each other"
@@ -190,8 +194,8 @@ def score(
         unscored=int((mask & ~served).sum()),
         metrics=metrics,
         intervals=intervals,
-        coverage=_coverage(metrics, intervals),
-        throughput=_throughput(case, run, mask & served),
+        coverage=_coverage(metrics, intervals, throughput),
+        throughput=throughput,
         peer=_peer(case, mask),
         peer_published=_peer_published(case),
         step_model=counted.provenance,
@@ -317,37 +321,43 @@ def _intervals(
     seed: int,
     progress: Callable[[str], None],
 ) -> dict[str, dict[str, tuple[float, float]]]:
-    """metric -> cell -> 90 % interval in seconds: mean of the draws -+ 1.645 of their standard deviations."""
+    """metric -> cell -> 90 % interval: latencies in seconds, throughput in tokens per second.
+
+    From predictions with step models that are wrong by as much as this one may be.
+    """
     if draws < 2:
         return {}
-    rng = np.random.default_rng(seed)
     uncertainty = uncertainty_of(calibration)
-    seen: dict[str, list[list[float]]] = {name: [] for name in METRICS}
-    for turn in range(draws):
+    rows = deviations(draws, uncertainty.dimensions, np.random.default_rng([67867967, seed]))
+    seen: dict[tuple[str, str], list[float]] = {}
+    for turn, row in enumerate(rows):
         progress(f"intervals: prediction {turn + 1} of {draws}")
-        run = predict(case, draw(model, uncertainty, rng), frontend_s)
+        run = predict(case, drawn(model, uncertainty, row), frontend_s)
         for name, values in latencies_s(case, run).items():
-            seen[name].append(list(cells(values[mask]).values()))
-    result = {}
-    for name, rows in seen.items():
-        # Latencies scale, so the logarithm is the nearer to normal.
-        logs = np.log(np.maximum(np.array(rows), 1e-12))
-        middle, spread = logs.mean(axis=0), 1.645 * logs.std(axis=0, ddof=1)
-        bounds = zip(
-            np.exp(middle - spread).tolist(), np.exp(middle + spread).tolist(), strict=True
-        )
-        result[name] = dict(zip(CELLS, bounds, strict=True))
+            for cell, value in cells(values[mask]).items():
+                seen.setdefault((name, cell), []).append(value)
+        rate = _throughput(case, run, mask & (run.finish_ns >= 0))["predicted"]
+        seen.setdefault(("throughput", "mean"), []).append(rate)
+    result: dict[str, dict[str, tuple[float, float]]] = {}
+    for (name, cell), found in seen.items():
+        # Hazen: the draws are the middles of equally likely strata.
+        low, high = np.percentile(found, [5.0, 95.0], method="hazen")
+        result.setdefault(name, {})[cell] = (float(low), float(high))
     return result
 
 
 def _coverage(
-    metrics: dict[str, Distance], intervals: dict[str, dict[str, tuple[float, float]]]
+    metrics: dict[str, Distance],
+    intervals: dict[str, dict[str, tuple[float, float]]],
+    throughput: dict[str, float],
 ) -> float | None:
     inside = [
         low <= metrics[name].measured_s[cell] <= high
         for name, bounds in intervals.items()
         for cell, (low, high) in bounds.items()
     ]
+    if "low" in throughput:
+        inside.append(throughput["low"] <= throughput["measured"] <= throughput["high"])
     return sum(inside) / len(inside) if inside else None
 
 

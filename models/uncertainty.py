@@ -93,9 +93,11 @@ def uncertainty_of(calibration: Calibration) -> Uncertainty:
         what = "held-out runs were" if len(biases) > 1 else "a held-out run was"
         source = f"{what} {listed}{', …' if len(biases) > 6 else ''} % off, and {source}"
     if calibration.provenance.get("carried_over_from"):
-        # The new model's matrix products are timed one by one, as kernel tables are.
-        sd = sqrt(sd**2 + SCALE_SD["tables"] ** 2)
-        source += f"; carried over to another model: {EVIDENCE['tables']}"
+        # The other model's matrix products timed one by one are a kernel table; scaling alone is as a database.
+        timed = calibration.provenance.get("carried_over_by") == "timed matrix products"
+        like = "tables" if timed else "roofline"
+        sd = sqrt(sd**2 + SCALE_SD[like] ** 2)
+        source += f"; carried over to another model: {EVIDENCE[like]}"
     rows = calibration.quality.get("coefficient_covariance") or ()
     return Uncertainty(
         sd,

@@ -81,21 +81,20 @@ class ErrorBars:
             said += "; and another stretch of such traffic (block bootstrap)"
         widths = self._widths()
         if widths:
-            said += f". TTFT's tail {widths}"
+            said += f". {widths}"
         return ". ".join([said, *self.notes]) + "."
 
     def _widths(self) -> str:
         """The parts of one tail, side by side."""
-        key = next((k for k in ("p95_ttft_ms", "p99_ttft_ms") if k in self.bounds), "")
-        if not all(key in part for part in self.parts.values()):
-            return ""
-        return ", ".join(
-            f"by {word} alone {number_ms(low)} to {number_ms(high)}"
-            for word, (low, high) in (
-                ("step times", self.parts["step_times"][key]),
-                ("sampling", self.parts["sampling"][key]),
-            )
-        )
+        for word in ("p95", "p99", "p90", "p50"):
+            key = f"{word}_ttft_ms"
+            if all(key in part for part in self.parts.values()):
+                times, picked = self.parts["step_times"][key], self.parts["sampling"][key]
+                return (
+                    f"{word} TTFT by step times alone {number_ms(times[0])} to {number_ms(times[1])}, "
+                    f"by sampling alone {number_ms(picked[0])} to {number_ms(picked[1])}"
+                )
+        return ""
 
     def add_to(self, summary: Mapping[str, Any]) -> dict[str, Any]:
         """`summary` with `intervals` and, where it was looked for, `knee` (docs/metrics.md)."""

@@ -170,6 +170,29 @@ def test_artifact_round_trip_and_error_on_held_out_steps() -> None:
     ).device_seconds(shape)
 
 
+def test_each_session_is_predicted_by_the_others() -> None:
+    """A session on a machine that was 10 % slower is predicted too fast by the others, and the other way round."""
+    from dataclasses import replace
+
+    fields = ("schedule_s", "device_s", "update_s", "total_s", "cpu_s")
+    sessions = []
+    for name, slower, seed in (("a", 1.0, 6), ("b", 1.1, 7)):
+        for phase in ("grid", "serve"):
+            sessions += [
+                replace(
+                    row,
+                    session=name,
+                    phase=phase,
+                    **{field: getattr(row, field) * slower for field in fields},
+                )
+                for row in measure(0.02, seed=seed)
+            ]
+    biases = fit_samples(Samples(rows=sessions), {}).quality["session_bias_pct"]
+    assert biases == pytest.approx([10.0, -9.1], abs=1.0)
+    alone = [row for row in sessions if row.session == "a"]
+    assert fit_samples(Samples(rows=alone), {}).quality["session_bias_pct"] == []
+
+
 def test_too_few_samples_are_no_model() -> None:
     with pytest.raises(UserError, match="too few"):
         fit_samples(Samples(rows=measure(0.0, seed=1)[:10]), {})

@@ -70,11 +70,15 @@ def test_a_single_held_out_bias_counts_as_one_session() -> None:
     assert "-6.2 % off" in one.source
 
 
-def test_a_profile_carried_over_to_another_model_is_less_sure() -> None:
+def test_a_profile_carried_over_to_another_model_is_less_sure_and_least_by_scaling_alone() -> None:
     own = calibration("engine-steps", {"session_bias_pct": [1.0, 2.0]})
-    other = replace(own, provenance={**own.provenance, "carried_over_from": "another"})
-    assert uncertainty_of(other).scale_sd > uncertainty_of(own).scale_sd
-    assert "carried over" in uncertainty_of(other).source
+    widths = [uncertainty_of(own).scale_sd]
+    for how in ("timed matrix products", "scaling"):
+        said = {**own.provenance, "carried_over_from": "another", "carried_over_by": how}
+        found = uncertainty_of(replace(own, provenance=said))
+        assert "carried over" in found.source
+        widths.append(found.scale_sd)
+    assert widths == sorted(widths) and widths[2] > 0.2
 
 
 @pytest.mark.parametrize(
