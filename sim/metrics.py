@@ -266,11 +266,16 @@ def max_concurrent_requests(run: Run) -> int:
     if not len(start):
         return 0
     origin = int(start.min())
-    start, end = (start - origin) // NS_PER_S, (end - origin) // NS_PER_S
-    if int(end.max()) < _MANY_SECONDS and int(start.max()) < _MANY_SECONDS:
-        change = np.bincount(start, minlength=int(end.max()) + 2)
-        change[: int(end.max()) + 2] -= np.bincount(end + 1)
+    last = max(int(start.max()), int(end.max())) - origin
+    if last // NS_PER_S < _MANY_SECONDS:
+        change = np.zeros(last // NS_PER_S + 2, dtype=np.int64)
+        for low in range(0, len(start), _CHUNK):
+            for times, sign, later in ((start, 1, 0), (end, -1, 1)):
+                second = (times[low : low + _CHUNK] - origin) // NS_PER_S + later
+                counted = np.bincount(second)
+                change[: len(counted)] += sign * counted
         return int(np.cumsum(change).max())
+    start, end = (start - origin) // NS_PER_S, (end - origin) // NS_PER_S
     # Only the seconds that occur.
     _, second = np.unique(np.concatenate([start, end + 1]), return_inverse=True)
     weight = np.repeat([1.0, -1.0], len(start))

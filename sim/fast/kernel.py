@@ -1775,7 +1775,8 @@ def schedule(
                 hot[slot, H_ENDS] = prompt + max(1, min(answers[head], caps[head], room))
                 hot[slot, H_TOKEN_NS] = hot[slot, H_OUT_SINCE] = -1
                 marks[0, head] = now
-                counts[1, head] = hit_tokens
+                if hit_tokens:  # pages of zeros that nobody writes to take no memory
+                    counts[1, head] = hit_tokens
             rep[r, R_ROWS_FREE] -= 1
             row = free_rows[r, rep[r, R_ROWS_FREE]]
             hot[slot, H_ROW] = row
@@ -2003,6 +2004,7 @@ def advance(
     joined: Array,
     classes: Array,
     calendar: Array,
+    preempted: Array,
 ) -> bool:
     """Go on with the simulation; False: it is over (no event is left, or `glob[G_ERROR]` says why)."""
     n, num_replicas, depth = cfg[C_REQUESTS], cfg[C_REPLICAS], cfg[C_DEPTH]
@@ -2308,7 +2310,8 @@ def advance(
                     marks[2, request] = now
                     ends[0, request] = 3 if len(aborted) and aborted[request] else 0
                     counts[0, request] = hot[slot, H_KNOWN] - hot[slot, H_PROMPT]
-                    counts[3, request] = hot[slot, H_PREEMPTIONS]
+                    if hot[slot, H_PREEMPTIONS]:
+                        preempted[request] = hot[slot, H_PREEMPTIONS]
                     if hot[slot, H_RUNS]:
                         free_request(cfg, rep, r, hot, slot, table, pool, keys)
                         free_rows[r, rep[r, R_ROWS_FREE]] = hot[slot, H_ROW]
@@ -2395,7 +2398,7 @@ def entry(places: Array, dims: Array, task: int) -> bool:
             carray(pointer(places[0]), (dims[0],), np.int64)[C_IDS_TOKENS],
             carray(pointer(places[17]), (dims[68],), np.int64),
             carray(pointer(places[12]), (dims[48],), np.int64),
-            carray(pointer(places[51]), (dims[204], dims[205]), np.int64),
+            carray(pointer(places[52]), (dims[208], dims[209]), np.int64),
         )
         return False
     return advance(
@@ -2450,4 +2453,5 @@ def entry(places: Array, dims: Array, task: int) -> bool:
         carray(pointer(places[48]), (dims[192], dims[193], dims[194]), np.int64),
         carray(pointer(places[49]), (dims[196], dims[197]), np.int64),
         carray(pointer(places[50]), (dims[200], dims[201]), np.int32),
+        carray(pointer(places[51]), (dims[204],), np.int32),
     )

@@ -16,6 +16,7 @@ from vsim.models.kernel_params import KernelParams, export
 from vsim.sim.config import MAX_BLOCKS, KVGroup, SchedulerConfig
 from vsim.sim.content import STREAM_TOKENS
 from vsim.sim.fast import places as kernel
+from vsim.sim.fast.columns import Columns
 from vsim.sim.fast.compiled import CompileError, entry
 from vsim.sim.fast.gaps import Gaps
 from vsim.sim.front_end import TOO_LONG, FrontEnd
@@ -97,6 +98,7 @@ ARRAYS = (
     "joined",
     "classes",
     "calendar",
+    "preempted",
     "prefix_table",  # of `kernel.entry` alone
 )
 
@@ -271,7 +273,9 @@ class _World:
         self.heap = zeros((count, n if priority else 0), dtype=np.int32)
         self._blocks()
         self._shared_prefixes()
-        self.arrivals = np.array(trace.arrival_ns, dtype=np.int64)  # turns come when they come
+        self.arrivals = _int64(trace.arrival_ns)
+        if trace.sessions is not None:
+            self.arrivals = self.arrivals.copy()  # turns come when they come
         self._turns()
         self.prompts, self.answers = _int64(trace.prompt_tokens), _int64(trace.output_tokens)
         self.caps = self.answers if trace.max_tokens is None else _int64(trace.max_tokens)
@@ -288,7 +292,8 @@ class _World:
         self.replica = np.full(n if count > 1 else 0, -1, dtype=np.int32)
         self._route_choices()
         self.marks = np.full((3, n), -1, dtype=np.int64)
-        self.counts = zeros((4, n), dtype=np.int64)
+        self.counts = zeros((3, n), dtype=np.int64)
+        self.preempted = zeros(n, dtype=np.int32)
         self.ends = np.empty((2, n), dtype=np.int16)
         self.ends[0], self.ends[1] = 2, -1
         self.reason_order = np.full(3, -1, dtype=np.int64)
@@ -460,7 +465,10 @@ class _World:
 
     def run(self, on_step: Callable[[int, int], None] | None) -> Run | None:
         glob = self.glob
-        steps = {name: [] for name in (*STEP_COLUMNS, "emitted", "replica")}  # type: dict[str, list[Column]]
+        several = len(self.replicas) > 1
+        steps = Columns(
+            STEP_COLUMNS | {"emitted": "int32"} | ({"replica": "int32"} if several else {})
+        )
         gaps = Gaps()
         spans: list[Ints] = []
         if len(self.nodes):
@@ -483,10 +491,13 @@ class _World:
                 on_step(int(glob[kernel.G_NOW]), int(glob[kernel.G_ENDED]))
         self._note_model()
         itl_ns, itl_count = gaps.result()
+        requests = self._request_columns()
+        # Room for what is still to be made of the run.
+        self.slot_of = self.after = np.zeros(0, dtype=np.int32)
         return Run(
             origin="simulated",
-            requests=self._request_columns(),
-            steps=_joined(steps, len(self.replicas) > 1),
+            requests=requests,
+            steps=steps.result(),
             itl_ns=itl_ns,
             itl_count=itl_count,
             block_size=self.config.block_size,
@@ -514,17 +525,14 @@ class _World:
             row[: array.ndim] = array.shape
         return self.entry(places.ctypes.data, dims.ctypes.data, task)
 
-    def _drain_rows(self, steps: dict[str, list[Column]]) -> None:
+    def _drain_rows(self, steps: Columns) -> None:
         rows = self.rows[: self.glob[kernel.G_ROWS]]
-        kinds = {**STEP_COLUMNS, "emitted": "int32", "replica": "int32"}
-        places = [name for name in STEP_COLUMNS if name != "swapped_blocks"] + [
-            "emitted",
-            "replica",
-        ]
-        for place, name in enumerate(places):
-            if name != "replica" or len(self.replicas) > 1:
-                steps[name].append(rows[:, place].astype(kinds[name]))
-        steps["swapped_blocks"].append(np.zeros(len(rows), dtype=np.int32))
+        places = [name for name in STEP_COLUMNS if name != "swapped_blocks"]
+        places += ["emitted", "replica"]
+        steps.add(
+            len(rows),
+            {name: rows[:, places.index(name)] for name in steps.names if name in places},
+        )
 
     def _note_model(self) -> None:
         loaded, glob = self.params.loaded, self.glob
@@ -543,7 +551,7 @@ class _World:
         alive = self.hot[self.slot_of[self.slot_of >= 0]]
         rows = alive[:, kernel.H_REQUEST]
         self.counts[0, rows] = alive[:, kernel.H_KNOWN] - alive[:, kernel.H_PROMPT]
-        self.counts[3, rows] = alive[:, kernel.H_PREEMPTIONS]
+        self.preempted[rows] = alive[:, kernel.H_PREEMPTIONS]
         zeros = np.zeros(n, dtype=np.int32)
         columns: dict[str, Any] = {
             "request": np.arange(n, dtype=np.int64),
@@ -555,7 +563,7 @@ class _World:
             "prompt_tokens": self.prompts,
             "output_tokens": self.counts[0],
             "cached_tokens": self.counts[1],
-            "preemptions": self.counts[3].astype(np.int32),
+            "preemptions": self.preempted,
             "recomputed_tokens": self.counts[2],
             "status": self.ends[0].astype(np.int8),
             "reason": self.ends[1],
@@ -605,9 +613,3 @@ class _World:
 
 def _int64(values: npt.NDArray[Any]) -> Ints:
     return np.ascontiguousarray(values, dtype=np.int64)
-
-
-def _joined(steps: dict[str, list[Column]], several: bool) -> dict[str, Column]:
-    """One column at a time, so that no two lie in memory twice."""
-    order = [*STEP_COLUMNS, "emitted", *(["replica"] if several else [])]
-    return {name: np.concatenate(steps.pop(name)) for name in order}
