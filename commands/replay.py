@@ -263,7 +263,9 @@ def replay(
         seed=seed,
         overlong=overlong,  # type: ignore[arg-type]
     )
-    compiled = deployment.scheduler.engine == "v1" and (fleet_spec is None or fleet_spec.is_plain)
+    config = deployment.scheduler
+    compiled = config.engine == "v1" and config.kv_offload is None
+    compiled = compiled and (fleet_spec is None or fleet_spec.is_plain)
     draws = settled(error_bars, load.apply(requests), compiled)
     progress = Progress(len(requests))
     once_more = partial(
