@@ -11,7 +11,7 @@ from vsim.sim.metrics import percentile_word
 from vsim.sim.report_anomalies import anomalies, story
 from vsim.sim.report_tables import flatten
 from vsim.sim.run import Run
-from vsim.sim.summary import setting
+from vsim.sim.summary import interval, setting
 from vsim.sim.table import LATENCIES, engine_rows, headline
 from vsim.sim.text import plain
 from vsim.sim.timeline import StepClock
@@ -72,4 +72,12 @@ def _latency_table(s: Mapping[str, Any]) -> list[str]:
         cells = (s.get(f"{which}_{name}_ms") for which in statistics)
         shown = " | ".join("–" if cell is None else f"{cell:,.2f}" for cell in cells)
         lines.append(f"| {short} | {shown} |")
+        bars = [interval(s, f"{which}_{name}_ms") for which in statistics]
+        if any(bars):
+            shown = " | ".join(
+                "–" if bar is None else f"{bar[0]:,.4g} to {bar[1]:,.4g}" for bar in bars
+            )
+            lines.append(f"| {short}, {s['intervals']['level']:.0%} | {shown} |")
+    if s.get("intervals"):
+        lines += ["", md(s["intervals"]["source"])]
     return lines

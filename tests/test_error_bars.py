@@ -262,3 +262,12 @@ def test_replay_prints_stores_and_repeats_them(tmp_path: Path) -> None:
     assert "Intervals" not in none.output and "error-bars" not in none.output
     wrong = CliRunner().invoke(vsim, [*command[:-1], "2"])
     assert isinstance(wrong.exception, UserError)
+
+
+def test_markdown_of_a_stored_run_has_them() -> None:
+    from vsim.sim.export_markdown import render_markdown
+
+    run = replayer(TRACE)(loaded())
+    text = render_markdown(run, bars_of(TRACE, loaded()).add_to(summarize(run, PERCENTILES)))
+    assert "| TTFT, 90% |" in text and "3 % (one standard deviation" in text
+    assert "90%" not in render_markdown(run, summarize(run, PERCENTILES))
