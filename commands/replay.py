@@ -177,6 +177,13 @@ def _percentiles(_: Any, __: Any, text: str) -> tuple[float, ...]:
     metavar="N",
     help="90 % intervals from N more replays; 0: none (default: 20 for small traces).",
 )
+@click.option(
+    "--max-sim-time-s",
+    type=float,
+    metavar="S",
+    help="End there: nothing later than S simulated seconds happens.",
+)
+@click.option("--max-steps", type=int, help="End after so many engine steps, whatever is left.")
 @click.option("--json", "as_json", is_flag=True, help="Print summary.json instead of the table.")
 def replay(
     trace: Path,
@@ -206,6 +213,8 @@ def replay(
     report: bool,
     advise: bool | None,
     error_bars: int | None,
+    max_sim_time_s: float | None,
+    max_steps: int | None,
     as_json: bool,
 ) -> None:
     """Replay TRACE through a simulated vLLM: tails, KV cache, throughput, GPU time and cost.
@@ -214,6 +223,7 @@ def replay(
     is resolved as vLLM 0.32 resolves it for this GPU and model, and the report says so.
     """
     from vsim.sim.bill import bill, mean_replicas
+    from vsim.sim.bounds import Bounds
     from vsim.sim.cost import read_prices
     from vsim.sim.error_bars import find_error_bars, knee_lines, settled, without_lines
     from vsim.sim.metrics import parse_goodput
@@ -231,6 +241,13 @@ def replay(
     if out is not None:
         check_target(out, overwrite)
     slo = parse_goodput(goodput)
+    bounded = max_sim_time_s is not None or max_steps is not None
+    bounds = Bounds(max_sim_time_s, max_steps) if bounded else None
+    if bounded and (advise or error_bars):
+        raise UserError(
+            f"{'--advise' if advise else '--error-bars'} replays the whole trace: drop it, or "
+            "--max-sim-time-s and --max-steps"
+        )
     fleet_spec = None if fleet is None else settled_fleet(fleet, replicas, route)
     if fleet_spec is not None:
         replicas, route = fleet_spec.slots, fleet_spec.route or route
@@ -266,7 +283,7 @@ def replay(
     config = deployment.scheduler
     compiled = config.engine == "v1" and config.kv_offload is None
     compiled = compiled and (fleet_spec is None or fleet_spec.is_plain)
-    draws = settled(error_bars, load.apply(requests), compiled)
+    draws = 0 if bounded else settled(error_bars, load.apply(requests), compiled)
     progress = Progress(len(requests))
     once_more = partial(
         simulate_trace,
@@ -277,6 +294,7 @@ def replay(
         replicas=replicas,
         route=route,
         fleet=fleet_spec,
+        bounds=bounds,
     )
     try:
         run = once_more(step_model, on_step=progress)
@@ -292,7 +310,8 @@ def replay(
 
         summary |= fleet_summary(run)
     summary |= bill(run, summary, price_list, deployment.gpu.name, gpus, replicas)
-    if advise or (advise is None and out is not None and report and fleet_spec is None):
+    advised = out is not None and report and fleet_spec is None and not bounded
+    if advise or (advise is None and advised):
         from vsim.sim.advice import Setup
         from vsim.sim.advice import advise as find_advice
 
@@ -339,7 +358,8 @@ def replay(
         click.echo(advice_text(summary))
     for line in stability_lines(summary["stability"]):
         click.echo("\n".join(wrapped(line)))
-    for line in knee_lines(summary) + without_lines(error_bars, draws):
+    unasked = [] if bounded else without_lines(error_bars, draws)
+    for line in knee_lines(summary) + unasked:
         click.echo("\n".join(wrapped(line)))
     if run.ended_early:
         click.echo("\n".join(wrapped(f"The run ended early: {run.ended_early}")))

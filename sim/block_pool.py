@@ -24,11 +24,16 @@ class BlockPool:
     ) -> None:
         self.num_blocks = num_blocks
         self._unkeyed_blocks_first = unkeyed_blocks_first
-        # In order of reuse. An ordered dict is a doubly linked list that the standard library keeps.
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
-        self.refs = [0] * num_blocks
-        self._key = [0] * num_blocks  # 0: holds no whole, reusable prefix
-        self._group = [0] * num_blocks  # KV cache group of that key
+        # In order of reuse: those of `_first`, all from block `_fresh` on, those of `_last`. What nobody took
+        # yet is only counted: thousands of replicas have millions of blocks, and most are never touched.
+        # An ordered dict is a doubly linked list that the standard library keeps.
+        self._first: OrderedDict[int, None] = OrderedDict()
+        self._last: OrderedDict[int, None] = OrderedDict()
+        self._fresh = min(1, num_blocks)
+        # Of the blocks below `_fresh`:
+        self.refs = [0] * self._fresh
+        self._key = [0] * self._fresh  # 0: holds no whole, reusable prefix
+        self._group = [0] * self._fresh  # KV cache group of that key
         # Further keys of the same block: a prompt's end inside a block larger than the hashing unit.
         self._more_keys: dict[int, list[tuple[int, int]]] = {}
         # By group: key -> the block, or the blocks in order of registration where several hold the same.
@@ -36,7 +41,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._first) + self.num_blocks - self._fresh + len(self._last)
 
     @property
     def num_usable(self) -> int:
@@ -48,19 +53,29 @@ class BlockPool:
 
     def free_list(self) -> list[int]:
         """Free blocks in order of reuse."""
-        return list(self._free)
+        return [*self._first, *range(self._fresh, self.num_blocks), *self._last]
 
     def free_list_crc(self) -> int:
         """CRC-32 of the free blocks' ids joined by ',', in order of reuse."""
-        return zlib.crc32(",".join(map(str, self._free)).encode())
+        return zlib.crc32(",".join(map(str, self.free_list())).encode())
 
     def take(self, count: int) -> list[int]:
         """Hand out `count` blocks (at most num_free) for new content: what they held is lost now."""
-        pop = self._free.popitem
-        refs, keys = self.refs, self._key
-        blocks = []
-        for _ in range(count):
-            block, _none = pop(last=False)
+        refs, keys, first, last = self.refs, self._key, self._first, self._last
+        blocks: list[int] = []
+        while first and len(blocks) < count:  # none of them holds anything
+            block, _none = first.popitem(last=False)
+            refs[block] = 1
+            blocks.append(block)
+        fresh = min(count - len(blocks), self.num_blocks - self._fresh)
+        if fresh:
+            blocks += range(self._fresh, self._fresh + fresh)
+            self._fresh += fresh
+            refs += [1] * fresh
+            keys += [0] * fresh
+            self._group += [0] * fresh
+        while len(blocks) < count:
+            block, _none = last.popitem(last=False)
             if keys[block]:
                 self._forget(block)
             refs[block] = 1
@@ -69,7 +84,7 @@ class BlockPool:
 
     def touch(self, blocks: Iterable[int]) -> int:
         """Take a reference on blocks that were hit. Returns how many of them were in use already."""
-        refs, free = self.refs, self._free
+        refs, free = self.refs, self._last  # what holds a prefix was released to the end
         shared = 0
         for block in blocks:
             if not block:
@@ -86,7 +101,7 @@ class BlockPool:
 
         Returns how many of them others still hold.
         """
-        refs, keys, free = self.refs, self._key, self._free
+        refs, keys, first, last = self.refs, self._key, self._first, self._last
         unkeyed: list[int] = []
         keyed: list[int] = []
         shared = 0
@@ -101,10 +116,10 @@ class BlockPool:
             else:
                 unkeyed.append(block)
         for block in reversed(unkeyed):
-            free[block] = None
-            free.move_to_end(block, last=False)
+            first[block] = None
+            first.move_to_end(block, last=False)
         for block in keyed:
-            free[block] = None
+            last[block] = None
         return shared
 
     def has_key(self, block: int) -> bool:

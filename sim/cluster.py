@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import simpy
 
 from vsim.errors import UserError
 from vsim.models.step import StepModel
+from vsim.sim.bounds import BoundReachedError, Bounds, Watch
 from vsim.sim.client import Client
 from vsim.sim.config import SchedulerConfig
 from vsim.sim.engine import NS, HostLink, Replica, make_scheduler
@@ -43,6 +45,7 @@ def simulate_cluster(
     front_end: Callable[[TraceRequest], str | None] | None = None,
     on_step: Callable[[int, int], None] | None = None,
     engine: Engine | None = None,
+    bounds: Bounds | None = None,
 ) -> Run:
     """Replay `trace` on `replicas` and return what happened, on the client's clock.
 
@@ -51,6 +54,8 @@ def simulate_cluster(
     of the first, and all must have the same block size (UserError).
     `engine`: "fast" asks for the compiled kernel (UserError where it does not know what is asked),
     "reference" for the step-by-step path; None takes whichever is sooner done. The runs are equal.
+    `bounds`: where the run ends, whatever is left. Equal as well: what the kernel simulates beyond a bound is
+    thrown away, and the beginning is gone through step by step.
     """
     if not replicas:
         raise UserError("a cluster needs at least one replica")
@@ -59,14 +64,25 @@ def simulate_cluster(
         raise UserError("all replicas of a cluster need the same block_size")
     route = route or round_robin()
     asked = chosen(engine)
+    watch = None if bounds is None else Watch(bounds, len(trace), on_step)
     if asked == "fast" or (asked is None and worthwhile(trace, replicas)):
         from vsim.sim.fast.simulate import attempt
 
-        run = attempt(trace, replicas, route, max_concurrency, front_end, on_step)
+        untouched = copy.deepcopy(route)  # what a route remembers, if the run is gone through again
+        glance, beyond, run = on_step if watch is None else watch.glance, False, None
+        try:
+            run = attempt(trace, replicas, route, max_concurrency, front_end, glance)
+        except BoundReachedError:
+            beyond = True
         if run is not None:
-            return run
-        if engine == "fast":
+            if bounds is None or bounds.hold_for(run):
+                return run
+            beyond = True
+        route = untouched
+        if engine == "fast" and not beyond:
             raise UserError("engine=fast: the compiled kernel does not know all that is asked here")
+    if watch is not None:
+        on_step = watch
     env = simpy.Environment(initial_time=0)
     recorder = Recorder(trace, len(replicas))
     running: list[Replica] = []
@@ -102,9 +118,14 @@ def simulate_cluster(
         env.process(replica.run())
     ended_early = None
     try:
-        env.run()
+        if watch is None:
+            env.run()
+        else:
+            watch.run(env, lambda: client.num_ended)
     except EngineDiedError as death:
         ended_early = f"the engine died: {death}"
+    except BoundReachedError as bound:
+        ended_early = str(bound)
     left = len(trace) - client.num_ended
     schedulers = [replica.scheduler for replica in running]
     if left and ended_early is None:

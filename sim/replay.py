@@ -13,6 +13,7 @@ from vsim.errors import UserError
 from vsim.models.load import LoadedStepModel, load_step_model
 from vsim.models.profile_check import Asked
 from vsim.models.table_params import StepContext
+from vsim.sim.bounds import Bounds
 from vsim.sim.cluster import ReplicaSpec, simulate_cluster
 from vsim.sim.config import SchedulerConfig
 from vsim.sim.deployment import Deployment
@@ -148,6 +149,7 @@ def replay(
     replicas: int = 1,
     route: str = "round-robin",
     fleet: FleetSpec | None = None,
+    bounds: Bounds | None = None,
 ) -> Run:
     """Replay `trace` on `replicas` of `deployment`; everything that was assumed is in the run.
 
@@ -155,6 +157,7 @@ def replay(
     `fleet`: limits, events and network of a fleet file; its `replicas` and `route` stand for those above
     where it states them.
     `overlap_swaps`: V0's copies run beside the step that needs them, as vLLM 0.8.5 does not do.
+    `bounds`: where the run ends, whatever is left (`Run.ended_early` says so then).
     `on_step(now_ns, requests_ended)` is called after each step. Raises UserError for a load that makes no
     sense or, with `overlong="error"`, for the first request that is too long.
     """
@@ -193,6 +196,7 @@ def replay(
             max_concurrency=load.max_concurrency,
             front_end=refuse,
             on_step=on_step,
+            bounds=bounds,
         )
         said += sentences(deployment.model.moe is not None, config, step_model)
         replicas, route = ranks, "data-parallel"
@@ -210,6 +214,7 @@ def replay(
             on_step=on_step,
             gpus_per_replica=deployment.gpus_per_replica,
             block_bytes=deployment.capacity.bytes_per_block,
+            bounds=bounds,
         )
         said += fleet.sentences(sent.tenant_names)
         replicas = run.counters.get("replica_slots", replicas)
@@ -224,6 +229,7 @@ def replay(
             max_concurrency=load.max_concurrency,
             front_end=refuse,
             on_step=on_step,
+            bounds=bounds,
         )
     if replicas > 1 and ranks == 1:
         most = "up to " if "replica_slots" in run.counters else ""
@@ -234,7 +240,8 @@ def replay(
         run,
         config=_config(deployment, load, sent, overlap_swaps)
         | ({"replicas": replicas, "route": route} if replicas > 1 else {})
-        | ({} if fleet is None or fleet.is_plain else {"fleet": fleet.as_dict()}),
+        | ({} if fleet is None or fleet.is_plain else {"fleet": fleet.as_dict()})
+        | ({} if bounds is None else {"bounds": dataclasses.asdict(bounds)}),
         provenance={
             "vsim_version": __version__,
             "trace": dataclasses.asdict(sent.source),

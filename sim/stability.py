@@ -67,6 +67,7 @@ def stability(run: Run) -> Stability:
     """
     columns = run.requests
     known = (columns["status"] == FINISHED) | (columns["status"] == UNFINISHED)
+    known &= columns["sent_ns"] >= 0  # a run that ended early has requests that never went out
     sent = columns["sent_ns"][known].astype(np.int64)
     share, halves = _recomputed_share(run), _halves(run)
     thrashing = share > THRASHING_SHARE and halves[1] >= halves[0] > 0

@@ -17,6 +17,7 @@ import simpy
 from vsim.errors import UserError
 from vsim.models.load import LoadedStepModel
 from vsim.models.step import StepShape, lockstep_seconds
+from vsim.sim.bounds import BoundReachedError, Bounds, Watch
 from vsim.sim.client import Client
 from vsim.sim.cluster import ReplicaSpec, simulate_cluster
 from vsim.sim.config import SchedulerConfig
@@ -88,6 +89,7 @@ def simulate_data_parallel(
     max_concurrency: int | None = None,
     front_end: FrontEnd | None = None,
     on_step: OnStep | None = None,
+    bounds: Bounds | None = None,
 ) -> Run:
     """Replay `trace` on `ranks` data-parallel ranks like `replica`; the run's `replica` is the rank.
 
@@ -104,13 +106,16 @@ def simulate_data_parallel(
             max_concurrency=max_concurrency,
             front_end=front_end,
             on_step=on_step,
+            bounds=bounds,
         )
     if config.pipeline_parallel_size > 1 or config.kv_offload is not None:
         raise UserError(
             "data-parallel ranks of a mixture of experts are simulated without pipeline stages and without "
             "a CPU offload tier: drop --pipeline-parallel-size or --kv-offloading-size"
         )
-    return _Lockstep(trace, replica, ranks, max_concurrency, front_end, on_step).run()
+    watch = None if bounds is None else Watch(bounds, len(trace), on_step)
+    simulated = _Lockstep(trace, replica, ranks, max_concurrency, front_end, watch or on_step)
+    return simulated.run(watch)
 
 
 def sentences(in_lockstep: bool, config: SchedulerConfig, step_model: LoadedStepModel) -> list[str]:
@@ -174,14 +179,19 @@ class _Lockstep:
         self.inbox: deque[tuple[int, int]] = deque()
         self.asleep: simpy.Event | None = None
 
-    def run(self) -> Run:
+    def run(self, watch: Watch | None) -> Run:
         self.env.process(self.client.run())
         self.env.process(self._loop())
         ended_early = None
         try:
-            self.env.run()
+            if watch is None:
+                self.env.run()
+            else:
+                watch.run(self.env, lambda: self.client.num_ended)
         except EngineDiedError as death:
             ended_early = f"the engine died: {death}"
+        except BoundReachedError as bound:
+            ended_early = str(bound)
         left = len(self.trace) - self.client.num_ended
         if left and ended_early is None:
             ended_early = f"stalled: {left} of {len(self.trace)} requests could never be scheduled"

@@ -10,6 +10,7 @@ import numpy as np
 import simpy
 
 from vsim.errors import UserError
+from vsim.sim.bounds import BoundReachedError, Bounds, Watch
 from vsim.sim.client import Client
 from vsim.sim.cluster import ReplicaSpec
 from vsim.sim.engine import NS
@@ -38,6 +39,7 @@ def simulate_fleet(
     on_step: Callable[[int, int], None] | None = None,
     gpus_per_replica: int = 1,
     block_bytes: int = 0,
+    bounds: Bounds | None = None,
 ) -> Run:
     """Replay `trace` on `fleet.replicas` replicas like `replica`, under the fleet's limits and events.
 
@@ -57,7 +59,10 @@ def simulate_fleet(
         gpus_per_replica,
         block_bytes,
     )
-    return simulated.run(front_end, on_step)
+    # A fleet's own events go on without steps, but end by themselves: its clock is looked at after each step.
+    return simulated.run(
+        front_end, on_step if bounds is None else Watch(bounds, len(trace), on_step)
+    )
 
 
 def one_way_ns(network: says.Network, requests: int, seed: int) -> list[int] | None:
@@ -143,6 +148,8 @@ class _Fleet(Lives):
             self._run_clock()
         except EngineDiedError as death:
             ended_early = f"the engine died: {death}"
+        except BoundReachedError as bound:
+            ended_early = str(bound)
         return self._result(ended_early or self._stalled())
 
     # --- a request's way ---------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Kill vsim at random moments and see what is left: `python tests/reliability/kills.py [--n N]`, `make kills N=200`.
 
-Jobs that write results (sweep, replay over an earlier run, calibrate with an imagined machine, trace convert) run
-in forked processes that are ended at a random moment: by SIGKILL, by Ctrl-C, or by a disk that is full after a
+Jobs that write results (sweep, replay over an earlier run, calibrate with an imagined machine, trace convert, export
+over an earlier one) run in forked processes that are ended at a random moment: by SIGKILL, by Ctrl-C, or by a disk that is full after a
 random number of bytes. After each, what was there before must be there still, whatever stands under a final name
 must be whole, and what was begun must be resumable. At the end every job runs to its end once more and must leave
 the bytes of a run that nobody disturbed.
@@ -170,6 +170,30 @@ class Convert(Job):
         read_trace(self.out)
 
 
+class Export(Job):
+    """Two formats take turns under one name."""
+
+    name = "export"
+
+    def __init__(self, folder: Path, trace: Path) -> None:
+        super().__init__(folder, trace)
+        self.out, self.source, self.known = folder / "e.txt", folder / "run", set[str]()
+        in_child(
+            lambda: call("replay", str(trace), *MODEL, "--no-report", "--out", str(self.source))
+        )
+        for number in (0, 1):
+            in_child(lambda number=number: self.run(number))  # type: ignore[misc]
+            self.known.add(digest(self.out))
+        assert len(self.known) == 2 and "" not in self.known
+
+    def run(self, round_number: int) -> None:
+        form = ("openmetrics", "perfetto")[round_number % 2]
+        call("export", str(self.source), "--format", form, "--out", str(self.out))
+
+    def check(self) -> None:
+        assert digest(self.out) in self.known, "half an export under its final name"
+
+
 class Calibrate(Job):
     """The campaign with its journal of samples; the machine is imagined, so that steps are fast."""
 
@@ -204,8 +228,8 @@ class Calibrate(Job):
         assert self.out.exists() and self.seen
 
 
-JOBS: tuple[type[Job], ...] = (Sweep, Replay, Convert, Calibrate)
-TURNS = (0, 1, 2, 0, 1, 2, 3)  # a calibration takes as long as several of the others
+JOBS: tuple[type[Job], ...] = (Sweep, Replay, Convert, Export, Calibrate)
+TURNS = (0, 1, 2, 0, 1, 3, 4)  # a calibration takes as long as several of the others
 WAYS = (*[KILL] * 8, INTERRUPT, FULL_DISK)
 
 
@@ -249,6 +273,9 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--n", type=int, default=40)
     parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument(
+        "--minutes", type=float, default=1e9, help="end after so long, with what was done"
+    )
     parser.add_argument("--job", action="append", choices=[kind.name for kind in JOBS])
     asked = parser.parse_args()
     rng = random.Random(time.time_ns() if asked.seed is None else asked.seed)
@@ -266,7 +293,10 @@ def main() -> int:
             in_child(lambda job=job: job.run(0))  # type: ignore[misc]
             lasts.append(time.monotonic() - began)
             job.check()
+        stop = time.monotonic() + 60 * asked.minutes
         for number in range(asked.n):
+            if time.monotonic() > stop:
+                break
             place, how = turns[number % len(turns)], WAYS[number % len(WAYS)]
             job = jobs[place]
             delay_s = rng.uniform(0, 1.05 * lasts[place])
@@ -294,7 +324,7 @@ def main() -> int:
         print(f"{count:5} x {how} in {job_name}: {ended}")
     struck = sum(count for (_, _, ended), count in outcomes.items() if ended == "ended by it")
     print(
-        f"{asked.n} disturbances, {struck} processes ended by their signal, {failures} with something lost"
+        f"{sum(outcomes.values())} disturbances, {struck} processes ended by their signal, {failures} with something lost"
     )
     return 1 if failures else 0
 
