@@ -15,8 +15,10 @@ from fixed_step import Fixed
 from vsim.models.step import StepShape
 from vsim.sim.cluster import ReplicaSpec
 from vsim.sim.config import SchedulerConfig
+from vsim.sim.engine import Replica
 from vsim.sim.explain import PARTS, breakdown
 from vsim.sim.fleet.autoscale import METRICS, Autoscale
+from vsim.sim.fleet.disaggregation import FleetReplica
 from vsim.sim.fleet.report import replicas_over_time
 from vsim.sim.fleet.simulate import _Fleet, simulate_fleet
 from vsim.sim.fleet.spec import (
@@ -320,3 +322,40 @@ def test_a_drain_that_ends_while_the_replica_is_down_opens_nothing() -> None:
     run = dataclasses.replace(run, config={"fleet": spec.as_dict()})
     assert [e.kind for e in run.events] == ["drain_begins", "replica_down", "drain_ends"]
     assert replicas_over_time(run)[1].tolist() == [2, 1, 1, 1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_looks_that_can_find_nothing_may_be_left_out(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine waiting for a transfer looks every millisecond; the run is the same without those looks."""
+    rng = np.random.default_rng(1000 + seed)
+    trace = random_trace(rng)
+    link = Disaggregation(
+        1,
+        int(rng.integers(1, 3)),
+        float(rng.choice([0.001, 0.01, 1.0])),
+        float(rng.choice([0.0, 0.003])),
+        "prefill",
+    )
+    spec = FleetSpec(replicas=link.replicas, disaggregation=link, network=Network(0.01))
+    config = SchedulerConfig(num_gpu_blocks=30, async_scheduling=bool(seed % 2), max_num_seqs=4)
+    replica = ReplicaSpec(config, Fixed(), frontend_s=float(rng.choice([0.0, 0.0123])))
+
+    def run() -> Run:
+        return simulate_fleet(trace, replica, spec, least_requests, block_bytes=100_000)
+
+    shortened = run()
+    monkeypatch.setattr(FleetReplica, "_wait_for_change", Replica._wait_for_change)
+    plain = run()
+    assert all(
+        shortened.requests[name].tobytes() == column.tobytes()
+        for name, column in plain.requests.items()
+    )
+    # Two engines' steps at the same instant may stand in either order.
+    mine, theirs = (
+        np.lexsort((run.steps["replica"], run.steps["end_ns"])) for run in (shortened, plain)
+    )
+    for name, column in plain.steps.items():
+        assert shortened.steps[name][mine].tolist() == column[theirs].tolist(), name
+    assert (shortened.end_ns, shortened.counters) == (plain.end_ns, plain.counters)

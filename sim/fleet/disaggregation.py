@@ -9,14 +9,17 @@ lacks while others run, and computes the last token it knows again to say the ne
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import simpy
 
 from vsim.errors import UserError
 from vsim.sim.config import SchedulerConfig
-from vsim.sim.engine import Replica
+from vsim.sim.engine import IDLE_SLEEP_NS, Replica
 from vsim.sim.fleet.recorder import FleetRecorder
 from vsim.sim.fleet.spec import Disaggregation
 from vsim.sim.kvcache import KVCache
@@ -74,6 +77,8 @@ def decode_trace(trace: Trace) -> Trace:
 class FleetReplica(Replica):
     """A replica that others can wake, and whose loads may come over a link."""
 
+    _link_channels: LinkChannels | None = None
+
     def wake(self) -> None:
         """Blocks came free by something that this engine did not do."""
         if self._asleep is not None:
@@ -82,7 +87,23 @@ class FleetReplica(Replica):
 
     def pull_over(self, channels: LinkChannels) -> None:
         """Time loads on `channels`."""
+        self._link_channels = channels
         self._channels = channels  # type: ignore[assignment]
+
+    def _wait_for_change(self) -> Generator[simpy.Event, Any, None]:
+        """As an engine that looks every millisecond, without the looks that can find nothing."""
+        ended = self._link_channels.next_end if self._link_channels is not None else None
+        if ended is None or self._inbox:
+            yield from super()._wait_for_change()
+            return
+        began = int(self.env.now)
+        looks = max(1, math.ceil((ended - began) / IDLE_SLEEP_NS))
+        self._asleep = self.env.event()
+        yield self._asleep | self.env.timeout(looks * IDLE_SLEEP_NS)
+        self._asleep = None
+        early = -(int(self.env.now) - began) % IDLE_SLEEP_NS
+        if early:
+            yield self.env.timeout(early)
 
 
 class PrefillScheduler(SchedulerV1):
@@ -201,6 +222,11 @@ class LinkChannels:
     @property
     def busy(self) -> bool:
         return bool(self._running)
+
+    @property
+    def next_end(self) -> float | None:
+        """When the next of the transfers under way ends; None: there are none."""
+        return min(self._running.values(), default=None)
 
     def start_step(self, transfers: Transfers, now: float) -> Outcome:
         outcome = Outcome(now)
