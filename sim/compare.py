@@ -21,8 +21,10 @@ from vsim.sim.block_bootstrap import (
     latencies_by_block,
     resampled,
 )
+from vsim.sim.block_correlation import influence, widening
 from vsim.sim.run import Run
 from vsim.sim.run_io import read_run
+from vsim.sim.stability import stability
 from vsim.sim.summary import summarize
 
 FloatArray = npt.NDArray[np.float64]
@@ -163,14 +165,18 @@ def latency_intervals(
 
     Block bootstrap: neighbouring requests wait in the same queue, so whole stretches of `BLOCKS` equal
     ones are drawn, not single requests; the same ones on both sides when both served the same requests.
+    Where neighbouring blocks still resemble each other the interval is widened (`block_correlation`).
     The question answered: would the difference survive another sample of such traffic? Empty for runs too
-    short to say (fewer than 100 finished requests on either side). Bins make it accurate to 0.4 %.
+    short to say (fewer than 100 finished requests on either side), and for runs of different requests of
+    which one is overloaded: how far its queue got is chance. Bins make it accurate to 0.4 %.
     """
     if base is None or other is None:
         return {}
     rng = np.random.default_rng(seed)
     paired = same_requests(base, other)
     found: dict[str, tuple[float, float]] = {}
+    if not paired and any(stability(run).stable is False for run in (base, other)):
+        return {}
     picks = (block_draws(rng), block_draws(rng))
     if paired:
         picks = (picks[0], picks[0])
@@ -187,6 +193,9 @@ def latency_intervals(
             for (values, block), pick in zip(sides, picks, strict=True)
         )
         for stat, before in one.items():
+            percentile = None if stat == "mean" else float(stat[1:])
+            parts = [influence(values, block, percentile) for values, block in sides]
+            wider = widening([parts[1] - parts[0]] if paired else parts)
             with np.errstate(divide="ignore", invalid="ignore"):
                 ratio = two[stat] / before - 1
             ratio = ratio[np.isfinite(ratio)]
@@ -194,7 +203,11 @@ def latency_intervals(
                 continue
             tail = (1 - CONFIDENCE) / 2 * 100
             low, high = np.percentile(ratio, [tail, 100 - tail])
-            found[f"{stat}_{name}_ms"] = (float(low), float(high))
+            middle = float(np.median(ratio))
+            found[f"{stat}_{name}_ms"] = (
+                middle + wider * (float(low) - middle),
+                middle + wider * (float(high) - middle),
+            )
     return found
 
 

@@ -12,11 +12,12 @@ from click.testing import CliRunner, Result
 from vsim.commands.compare import compare as command
 from vsim.errors import UserError
 from vsim.sim.bench_json import bench_run, load_bench, render_bench
+from vsim.sim.block_correlation import widening
 from vsim.sim.compare import Side, compare, gate_key, latency_intervals, parse_gate, relative
 from vsim.sim.run import Run
 from vsim.sim.run_io import write_run
 from vsim.sim.summary import summarize
-from vsim.tests.make_run import MS, make_run, random_run
+from vsim.tests.make_run import MS, S, make_run, random_run
 
 
 def slower(run: Run, factor: float) -> Run:
@@ -65,6 +66,60 @@ def test_another_sample_of_the_same_traffic_is_seldom_called_a_difference() -> N
     alarms = [not low <= 0 <= high for found in intervals for low, high in found.values()]
     # 95 % intervals: one in twenty errs; the statistics of one pair err together, hence the room.
     assert len(alarms) == 40 * 15 and np.mean(alarms) < 0.1
+
+
+def in_a_drifting_queue(seed: int, n: int = 1000) -> Run:
+    """TTFT follows a slow wave that outlasts the bootstrap's blocks: runs differ by where it was."""
+    rng = np.random.default_rng(seed)
+    steps = rng.normal(0, 1, n)
+    wave = np.empty(n)
+    wave[0] = steps[0] * 10
+    for i in range(1, n):
+        wave[i] = 0.99 * wave[i - 1] + steps[i]
+    arrival = np.arange(n) * S
+    first = arrival + (100 * MS * np.exp(wave / 10)).astype(np.int64)
+    return make_run(
+        {"arrival_ns": arrival, "first_token_ns": first, "finish_ns": first + S,
+         "output_tokens": np.full(n, 2), "prompt_tokens": rng.integers(10, 100, n)}
+    )  # fmt: skip
+
+
+def test_queues_that_outlast_a_block_do_not_make_a_difference() -> None:
+    found = [
+        latency_intervals(in_a_drifting_queue(seed), in_a_drifting_queue(seed + 500))
+        for seed in range(60)
+    ]
+    alarms = [not low <= 0 <= high for one in found for low, high in (one["mean_ttft_ms"],)]
+    assert np.mean(alarms) <= 0.15  # 53 % without the widening
+
+
+def test_the_widening_is_that_of_an_autoregressive_process() -> None:
+    rng = np.random.default_rng(0)
+    assert widening([np.zeros(40)]) == 1.0
+    found = {}
+    for r in (0.0, 0.5):
+        factors = []
+        for _ in range(300):
+            blocks = np.zeros(40)
+            for i in range(1, 40):
+                blocks[i] = r * blocks[i - 1] + rng.normal()
+            factors.append(widening([blocks]))
+        found[r] = float(np.median(factors))
+    assert found[0.0] == pytest.approx(1.0, abs=0.1)
+    assert found[0.5] == pytest.approx(np.sqrt(3), rel=0.2)
+
+
+def test_overloaded_runs_of_different_requests_have_no_interval() -> None:
+    def overloaded(seed: int) -> Run:
+        arrival = np.arange(400) * 100 * MS
+        rng = np.random.default_rng(seed)
+        return make_run(
+            {"arrival_ns": arrival, "first_token_ns": 2 * arrival + S, "finish_ns": 2 * arrival + 2 * S,
+             "prompt_tokens": rng.integers(10, 100, 400)}
+        )  # fmt: skip
+
+    assert latency_intervals(overloaded(0), overloaded(1)) == {}
+    assert latency_intervals(overloaded(0), overloaded(0)) != {}
 
 
 def test_a_run_too_short_to_say_has_no_interval() -> None:
