@@ -38,6 +38,10 @@ STAMP_NOISE_S = 2e-3
 # the wait in a queue before it, which is a sum of what went before with all of its errors.
 TTFT_NOISE = 0.01
 WAIT_NOISE = 0.1
+# Beyond this share of a TTFT in the queue, milliseconds of a front end drown in the queue's own error.
+MOST_WAIT = 0.2
+# A server's first requests warm it up (0.2 s and more each on a handed run): their TTFT is not the front end's.
+WARM_UP_SHARE = 0.1
 LEAST_DECODE_STEPS = 5
 
 
@@ -157,12 +161,13 @@ def _latency_equations(
             row = row - each[begin] * (due - starts[begin]) / step_ns
             catch_s = step_ns / 2 / NS
         ttft_s = (first - int(sent[index])) / NS
-        slope = np.array([*row, 1.0])
-        found.rows.append(slope)
-        found.goal.append(float(measured.ttft_s[index]) - ttft_s + float(slope @ x))
         wait_s = max(0, int(run.first_scheduled_ns[index]) - due) / NS
-        shared = (TTFT_NOISE * ttft_s + WAIT_NOISE * wait_s) * many
-        found.sigma.append(float(np.hypot(np.hypot(STAMP_NOISE_S, catch_s), shared)))
+        slope = np.array([*row, 1.0 if wait_s <= MOST_WAIT * ttft_s else 0.0])
+        if index >= WARM_UP_SHARE * visible:
+            shared = (TTFT_NOISE * ttft_s + WAIT_NOISE * wait_s) * many
+            found.rows.append(slope)
+            found.goal.append(float(measured.ttft_s[index]) - ttft_s + float(slope @ x))
+            found.sigma.append(float(np.hypot(np.hypot(STAMP_NOISE_S, catch_s), shared)))
         end = int(np.searchsorted(ends, last))
         if end - at < LEAST_DECODE_STEPS:
             continue

@@ -67,12 +67,12 @@ def read_step_log(path: Path, block_size: int, kv_cache_tokens: int | None = Non
         )
     if file.head.lstrip().startswith(b"{"):
         steps = list(_json_steps(file))
-        return StepLog(Samples(_rows(steps, block_size)), "steps")
+        return StepLog(Samples(samples_of(steps, block_size)), "steps")
     return _vllm_log(file, block_size, kv_cache_tokens)
 
 
 @dataclass(slots=True)
-class _Step:
+class Logged:
     """One step: `total_s` is what the engine was busy with it, `device_s` the device's part."""
 
     shape: StepShape
@@ -80,7 +80,7 @@ class _Step:
     total_s: float
 
 
-def _rows(steps: list[_Step], block_size: int) -> list[StepSample]:
+def samples_of(steps: list[Logged], block_size: int) -> list[StepSample]:
     """As samples of one session: two thirds to fit, the last third held out."""
     fitted = len(steps) - round(len(steps) * HELD_OUT_SHARE)
     rows = []
@@ -118,7 +118,7 @@ def _rows(steps: list[_Step], block_size: int) -> list[StepSample]:
     return rows
 
 
-def _json_steps(file: TraceFile) -> Iterator[_Step]:
+def _json_steps(file: TraceFile) -> Iterator[Logged]:
     """Steps of JSON lines; the closing `summary` of a golden log and steps without tokens are passed over."""
     found = False
     for number, raw, last in file.lines():
@@ -144,7 +144,7 @@ def _json_steps(file: TraceFile) -> Iterator[_Step]:
             raise UserError(f"{file.name}: more than {MAX_STEPS:,} steps; cut the log")
 
 
-def _recorded(told: dict[str, Any], where: str) -> _Step | None:
+def _recorded(told: dict[str, Any], where: str) -> Logged | None:
     """A message of the recorder (record_engine.py's EngineStep)."""
     shape = _shape(told.get("num_tokens"), told.get("num_computed"), where)
     if shape is None:
@@ -152,10 +152,10 @@ def _recorded(told: dict[str, Any], where: str) -> _Step | None:
     total_s = _seconds(told.get("total_ns"), "total_ns", where, 1e9)
     device = told.get("device_ns")
     device_s = total_s if device is None else _seconds(device, "device_ns", where, 1e9)
-    return _Step(shape, min(device_s, total_s), total_s)
+    return Logged(shape, min(device_s, total_s), total_s)
 
 
-def _scheduled(row: dict[str, Any], where: str) -> _Step | None:
+def _scheduled(row: dict[str, Any], where: str) -> Logged | None:
     """A line with tokens by request."""
     scheduled, computed = row.get("scheduled"), row.get("computed")
     if not isinstance(scheduled, dict) or not isinstance(computed, dict):
@@ -173,7 +173,7 @@ def _scheduled(row: dict[str, Any], where: str) -> _Step | None:
         seconds = _seconds(end - begin, "t_end - t_start", where, 1.0)
     else:
         seconds = _seconds(row.get("dt"), "dt", where, 1.0)
-    return _Step(shape, seconds, seconds)
+    return Logged(shape, seconds, seconds)
 
 
 def _shape(tokens: Any, computed: Any, where: str) -> StepShape | None:
@@ -251,7 +251,7 @@ def _vllm_log(file: TraceFile, block_size: int, kv_cache_tokens: int | None) -> 
             "decodes' contexts are unknown: give --num-gpu-blocks-override as the server had it"
         )
     steps = [
-        _Step(_spread(counts, (use or 0.0) * pool), ms / 1e3, ms / 1e3)
+        Logged(_spread(counts, (use or 0.0) * pool), ms / 1e3, ms / 1e3)
         for counts, ms, use in zip(found, milliseconds, usage, strict=True)
     ]
     notes = [
@@ -266,7 +266,7 @@ def _vllm_log(file: TraceFile, block_size: int, kv_cache_tokens: int | None) -> 
         notes.append(
             f"{speculative} steps with more than one token a decode (speculative decoding) are left out"
         )
-    return StepLog(Samples(_rows(steps, block_size)), "vllm", exact=False, notes=notes)
+    return StepLog(Samples(samples_of(steps, block_size)), "vllm", exact=False, notes=notes)
 
 
 def _spread(counts: tuple[int, ...], kv_tokens: float) -> StepShape:

@@ -165,6 +165,12 @@ SERVER_FLAGS = (
     "recorder's.",
 )
 @click.option(
+    "--from-aiconfigurator",
+    "database",
+    is_flag=True,
+    help="Measure nothing: a prior from aiconfigurator's database (pip install 'vsim[aic]'), to be corrected.",
+)
+@click.option(
     "--trace",
     type=click.Path(path_type=Path),
     help="With --from-bench: the trace that caused it; without, no prompts share a beginning.",
@@ -211,6 +217,7 @@ def calibrate(
     tables: Path | None,
     bench: Path | None,
     steps: Path | None,
+    database: bool,
     trace: Path | None,
     prior: str | None,
     as_json: bool,
@@ -239,13 +246,17 @@ def calibrate(
     if not target.parent.is_dir():
         raise UserError(f"--out {target}: the folder {target.parent} does not exist")
     sources = {"--from-bench": bench, "--from-steps": steps, "--from-tables": tables}
-    _one_source({**sources, "--refit": refit or None}, trace, prior, flags)
+    flagged = {"--refit": refit or None, "--from-aiconfigurator": database or None}
+    _one_source(sources | flagged, trace, prior, flags)
     if tables is not None:
         calibrate_from.from_tables(tables, device, spec, tensor_parallel_size, target, as_json)
         return
     hint = calibrate_from.usage(target, model, device, kv_cache_gib)
-    if bench is not None or steps is not None:
+    if bench is not None or steps is not None or database:
         served = _served(device, model, tensor_parallel_size, block_sizes, kv_cache_gib, flags)
+    if database:
+        calibrate_from.from_aiconfigurator(served, config, _command_line(), target, as_json, hint)
+        return
     if steps is not None:
         blocks = flags["num_gpu_blocks_override"]
         calibrate_from.from_steps(

@@ -1,4 +1,4 @@
-"""`vsim calibrate --from-tables`, `--from-bench`, `--from-steps`: an artifact from what somebody else measured."""
+"""`vsim calibrate --from-tables`, `--from-bench`, `--from-steps`, `--from-aiconfigurator`: an artifact from what somebody else measured."""
 
 from __future__ import annotations
 
@@ -99,6 +99,23 @@ def from_steps(
 
     held = None if blocks is None else blocks * deployment.scheduler.block_size
     calibration = fit(log, deployment, model_config, prior, held, command)
+    write_calibration(calibration, target)
+    tell(calibration, target, as_json, hint)
+
+
+def from_aiconfigurator(
+    deployment: Deployment,
+    model_config: dict[str, Any],
+    command: str,
+    target: Path,
+    as_json: bool,
+    hint: str,
+) -> None:
+    """A prior from a general database, to be corrected by what is measured."""
+    from vsim.calibrate.from_aiconfigurator import from_aiconfigurator as ask
+    from vsim.models.artifact import write_calibration
+
+    calibration = ask(deployment, model_config, command)
     write_calibration(calibration, target)
     tell(calibration, target, as_json, hint)
 

@@ -25,7 +25,8 @@ MAX_BYTES = 64 << 20  # no honest artifact comes near it
 class Calibration:
     """A step model with its birth certificate. Everything in it is JSON, nothing is code.
 
-    `kind` says how to read `params`: "tables", "roofline", "engine-steps" or "corrected" (a prior of
+    `kind` says how to read `params`: "tables", "roofline", "engine-steps", "database" (a general
+    database's answers in the parameters of "engine-steps") or "corrected" (a prior of
     another kind plus coefficients). `quality`: samples, held-out count, error on held-out steps, noise floor.
     `provenance`: label, GPU, model, versions, hash of the samples, source, licence, assumptions.
     """
@@ -77,7 +78,7 @@ def build(kind: str, params: Mapping[str, Any], context: StepContext) -> StepMod
         return build_tables(params, context)
     if kind == "roofline":
         return RooflineStepModel(**_finite(params))
-    if kind == "engine-steps":
+    if kind in ("engine-steps", "database"):
         return build_engine_steps(params, context.block_size)
     if kind == "corrected":
         prior = params["prior"]
@@ -86,7 +87,7 @@ def build(kind: str, params: Mapping[str, Any], context: StepContext) -> StepMod
             Coefficients(**_finite(params["coefficients"])),
         )
     raise ValueError(
-        f"unknown kind {kind!r}; this version knows tables, roofline, engine-steps, corrected"
+        f"unknown kind {kind!r}; this version knows tables, roofline, engine-steps, database, corrected"
     )
 
 
