@@ -40,7 +40,7 @@ PARTS: tuple[tuple[str, str], ...] = (
     ("wait_kv", "waiting: no room in the KV cache for the next prompt"),
     ("prefill", "prefill"),
     ("decode", "decode, in steps that only decode"),
-    ("decode_stalled", "decode, in steps that carry prompt chunks of others"),
+    ("decode_stalled", "decode, in steps that carry prompt chunks too"),
     ("decode_host", "between steps"),
     ("preempted", "preempted: out of the engine"),
     ("fleet", "network, router, failed attempts"),
@@ -368,19 +368,19 @@ def render_explanation(found: Explanation, advised: bool = False) -> str:
     """As plain text in 80 columns; `advised`: what helps was simulated and is told elsewhere."""
     tail = len(found.rows) > 1
     lines = [f"Where the time went: {plain(found.title)}", ""]
-    head = f"{'':<56}{'ms':>10}{'share':>8}"
-    lines.append(head + (f"{'all, ms':>10}" if tail else ""))
+    head = f"{'':<54}{'ms':>9}{'share':>8}"
+    lines.append(head + (f"{'all, ms':>9}" if tail else ""))
     total = found.total_ns
     for key, words in PARTS:
         value = found.parts_ns[key]
         if not value and not (tail and found.usual_ns[key]):
             continue
         share = f"{value / total * 100:.1f} %" if total else "–"
-        row = f"{words:<56}{value / 1e6:>10,.1f}{share:>8}"
-        lines.append(row + (f"{found.usual_ns[key] / 1e6:>10,.1f}" if tail else ""))
+        row = f"{words:<54}{_ms(value):>9}{share:>8}"
+        lines.append(row + (f"{_ms(found.usual_ns[key]):>9}" if tail else ""))
     usual = sum(found.usual_ns.values())
-    last = f"{found.latency + (', mean' if tail else ''):<56}{total / 1e6:>10,.1f}{'':>8}"
-    lines.append(last + (f"{usual / 1e6:>10,.1f}" if tail else ""))
+    last = f"{found.latency + (', mean' if tail else ''):<54}{_ms(total):>9}{'':>8}"
+    lines.append(last + (f"{_ms(usual):>9}" if tail else ""))
     if found.culprits:
         lines += ["", "Long prompts prefilled meanwhile:"]
         for one in found.culprits:
@@ -397,6 +397,11 @@ def render_explanation(found: Explanation, advised: bool = False) -> str:
         )
         lines += ["", *textwrap.wrap(advice, 80, break_on_hyphens=False)]
     return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _ms(ns: float) -> str:
+    value = ns / 1e6
+    return f"{value:,.1f}" if value < 99_999 else f"{value:,.0f}"
 
 
 def explanation_data(found: Explanation) -> dict[str, object]:

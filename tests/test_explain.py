@@ -218,7 +218,7 @@ def test_the_command_prints_text_and_json_from_a_stored_run(tmp_path: Path) -> N
     np.testing.assert_array_equal(read_run(tmp_path / "run").preemption_spans, run.preemption_spans)
     told = CliRunner().invoke(command, [str(tmp_path / "run"), "--tail", "p50"])
     assert told.exit_code == 0 and "end-to-end latency, mean" in told.output
-    assert max(len(line) for line in told.output.splitlines()) <= 84
+    assert max(len(line) for line in told.output.splitlines()) <= 80
     data = json.loads(
         CliRunner().invoke(command, [str(tmp_path / "run"), "--json", "--request", "3"]).output
     )
