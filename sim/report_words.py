@@ -139,7 +139,7 @@ def _preemptions(run: Run, s: Mapping[str, Any]) -> str:
     computed = int(run.steps["tokens"].sum()) if len(run.steps["tokens"]) else 0
     share = f" ({percent(s['recomputed_tokens'] / computed)} of all computed)" if computed else ""
     return (
-        f"{number(s['preemptions'])} preemptions hit {_requests(s['preempted_requests'], were=False)}; "
+        f"{number(s['preemptions'])} preemption{'' if s['preemptions'] == 1 else 's'} hit {_requests(s['preempted_requests'], were=False)}; "
         f"{number(s['recomputed_tokens'])} tokens were computed again{share}."
     )
 
