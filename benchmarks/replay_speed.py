@@ -11,6 +11,7 @@ say more. `--quick` takes a tenth of the requests and less; `--huge` adds ten mi
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -97,6 +98,16 @@ def growth(quick: bool, huge: bool) -> list[Row]:
     say(
         f"  cost per request, largest / smallest: {max(costs) / min(costs):.2f}"
         f" ({min(costs) * 1e6:.1f} to {max(costs) * 1e6:.1f} us)"
+    )
+    # The few milliseconds before the first request count in a small run: what each further request takes.
+    more = [
+        (b["cpu_s"] - a["cpu_s"]) / (b["requests"] - a["requests"])
+        for a, b in itertools.pairwise(rows)
+    ]
+    say(
+        "  each further request, from one size to the next: "
+        + ", ".join(f"{cost * 1e6:.2f}" for cost in more)
+        + " us"
     )
     return rows
 
