@@ -241,6 +241,8 @@ def in_child(
     child = os.fork()
     if child == 0:
         code = 0
+        # A shell's background jobs ignore Ctrl-C, and so would their children.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             if how == FULL_DISK and delay_s is not None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
