@@ -204,7 +204,9 @@ def _whole_run(
 ) -> list[tuple[str, str, FloatArray]]:
     bucket = np.searchsorted(np.asarray(bounds, dtype=float), values, side="left")
     summed = np.cumsum(np.bincount(bucket, weights=counts, minlength=len(bounds) + 1))
-    return _rows(summed.astype(float)[:, None], bounds, np.array([float((values * counts).sum())]), labels)
+    return _rows(
+        summed.astype(float)[:, None], bounds, np.array([float((values * counts).sum())]), labels
+    )
 
 
 def _rows(

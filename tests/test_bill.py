@@ -72,7 +72,7 @@ def test_the_table_shows_replicas_and_the_bill(call, trace_file: Path, tmp_path:
     flags = ("--model", MODEL, "--gpu", "a100", "--replicas", "2", "--route", "least-requests")
     code, out, err = call("replay", trace_file, *flags, "--prices", prices)
     assert code == 0, err
-    assert "on 2 replicas of 1 x A100-80GB behind least-requests" in out
+    assert "on 2 replicas of 1 x A100-80GB behind least-requests" in " ".join(out.split())
     assert "Replicas (latencies in ms)" in out and "Cost of a month like it (EUR):" in out
     assert "names neither source nor date" in out
     assert max(len(line) for line in out.splitlines()[2:40]) <= 80

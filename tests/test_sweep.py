@@ -71,7 +71,7 @@ def test_every_flag_of_replay_can_vary() -> None:
 
     # How a trace is read, what is reported and where it goes are no what-ifs.
     same = {"trace", "metric_percentiles", "goodput", "out", "overwrite", "report", "as_json"}
-    same |= {"prices", "fleet"}
+    same |= {"prices", "fleet", "advise", "error_bars", "max_steps", "max_sim_time_s"}
     same |= set(READING) - {"limit"}
     flags = {parameter.name for parameter in replay.params} - same
     assert flags <= set(dimensions()), flags - set(dimensions())
