@@ -34,6 +34,11 @@ def as_float(value: int | Decimal) -> float:
         return math.inf if value > 0 else -math.inf
 
 
+def is_whole(value: int | Decimal) -> bool:
+    """Is it an integer? Without making one: `int(Decimal("1e99999999"))` would fill the memory."""
+    return isinstance(value, int) or value == value.to_integral_value()
+
+
 def number_to_ns(value: int | Decimal, unit: str) -> int:
     """A number of `unit`s as nanoseconds, rounded half up. Raises TimeError if negative or out of range."""
     if isinstance(value, int) and abs(value) > MAX_NS:  # thousands of digits cannot even be shown

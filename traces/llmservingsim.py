@@ -8,7 +8,7 @@ import numpy as np
 
 from vsim.traces import jsonl
 from vsim.traces.chains import Chains
-from vsim.traces.clock import MAX_NS
+from vsim.traces.clock import MAX_NS, is_whole
 from vsim.traces.draft import Draft
 from vsim.traces.files import TraceFile
 from vsim.traces.options import Report, RowError
@@ -87,7 +87,7 @@ class _Rows:
 
 def _ns(row: dict[str, Any], name: str) -> int:
     value = jsonl.number(row, name)
-    if value != int(value) or value > MAX_NS:
+    if value > MAX_NS or not is_whole(value):
         raise RowError(f"{name} is {value}, not a whole number of ns within 146 years")
     return int(value)
 

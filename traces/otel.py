@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from vsim.traces import jsonl
-from vsim.traces.clock import MAX_NS, TimeError, datetime_to_ns
+from vsim.traces.clock import MAX_NS, TimeError, datetime_to_ns, is_whole
 from vsim.traces.draft import Draft
 from vsim.traces.files import TraceFile
 from vsim.traces.options import Report, RowError
@@ -192,7 +192,7 @@ def _start(span: dict[str, Any]) -> int:
     value = span.get("startTimeUnixNano", span.get("start_time_unix_nano"))
     if value is not None:
         ns = jsonl.number({"startTimeUnixNano": value}, "startTimeUnixNano")
-        if ns != int(ns) or ns > MAX_NS:
+        if ns > MAX_NS or not is_whole(ns):
             raise RowError(f"startTimeUnixNano is {str(ns)[:40]}, not a time in ns")
         return int(ns)
     text = span.get("start_time")
