@@ -12,7 +12,17 @@ from vsim.calibrate.campaign import check_device, engine_args, limits_of, model_
 from vsim.calibrate.ensemble import Band, bands
 from vsim.calibrate.measure import KERNEL_REPEATS, kernel_rows, write_model
 from vsim.calibrate.measured_run import Measured, build_run
-from vsim.calibrate.self_check import noisy, same_decisions, self_check, slowdowns, step_error
+from vsim.calibrate.self_check import (
+    disturbed_doubt,
+    median_slowdown,
+    noisy,
+    same_decisions,
+    self_check,
+    slowdowns,
+    step_error,
+    undisturbed,
+    usual_slowdown,
+)
 from vsim.calibrate.spot import (
     SpotCheck,
     check_profile,
@@ -160,18 +170,34 @@ def live_check(plan: LivePlan, say: Callable[[str], None]) -> LiveResult:
 
             measured = repeats(worker, range(plan.repeats - engines + 1))
             hello = worker.hello
-        for repeat in range(plan.repeats - engines + 1, plan.repeats):
+        usual = usual_slowdown(calibration.quality)
+        measured, left_out = undisturbed(measured, usual)
+        tries = len(measured) + len(left_out)
+        while on_cpu and len(measured) < plan.repeats and tries < 2 * plan.repeats:
             say("starting vLLM")
             with Worker(python, env, folder) as worker:
                 worker.start(args, temperature, same)
-                measured += repeats(worker, range(repeat, repeat + 1))
+                one = repeats(worker, range(len(measured), len(measured) + 1))
+            kept, worse = undisturbed(one, usual)
+            measured, left_out, tries = measured + kept, left_out + worse, tries + 1
+        # Rather a disturbed repeat, and a doubt about it, than too few.
+        left_out.sort(key=median_slowdown)
+        missing = max(0, plan.repeats - len(measured))
+        measured, left_out = measured + left_out[:missing], left_out[missing:]
     predicted = replace(
         predicted,
         config=about,
         provenance={"trace": provenance["trace"], "step_model": model.provenance},
         assumptions=(*trace.assumptions, *said, *model.assumptions),
     )
-    return _judge(plan, trace, scheduler, model, predicted, ahead, measured, hello, started, on_cpu)
+    result = _judge(
+        plan, trace, scheduler, model, predicted, ahead, measured, hello, started, on_cpu
+    )
+    result.check.complaints += disturbed_doubt(measured, usual)
+    result.check.facts["left_out_slowdown"] = [
+        round(median_slowdown(one) / usual, 4) for one in left_out
+    ]
+    return result
 
 
 def _judge(

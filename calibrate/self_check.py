@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from vsim.traces.trace import Trace
 
 # How far apart two ways of counting the same thing may be before the measurement is doubted.
 LITTLE_TOLERANCE = 0.01
+DISTURBED_FACTOR = 1.35  # slower than during the calibration: no yardstick divides that out well
 
 
 class _RecordedSteps:
@@ -193,3 +194,43 @@ def slowdowns(measured: Sequence[Measured]) -> list[dict[str, float]]:
             p50, p95 = np.percentile(factors, [50, 95])
             found.append({"p50": round(float(p50), 4), "p95": round(float(p95), 4)})
     return found
+
+
+def median_slowdown(one: Measured) -> float:
+    """How much slower than at its best the machine was around a repeat's steps; 1 where no yardstick told."""
+    found = slowdowns([one])
+    return found[0]["p50"] if found else 1.0
+
+
+def usual_slowdown(quality: Mapping[str, Any]) -> float:
+    """The same while the profile was measured, from the artifact's `quality`."""
+    told = quality.get("slowdown")
+    return float(told["p50"]) if isinstance(told, Mapping) and "p50" in told else 1.0
+
+
+def undisturbed(
+    measured: Sequence[Measured], usual: float
+) -> tuple[list[Measured], list[Measured]]:
+    """(repeats to count, repeats to leave out).
+
+    A yardstick divides out what slows it and the engine alike. While the machine is slower than during the
+    calibration by over a third, what it is slow at is something else, and durations come out up to a quarter
+    too long or too short. Decided by the yardstick alone, never by how the engine did.
+    """
+    limit = usual * DISTURBED_FACTOR
+    return (
+        [one for one in measured if median_slowdown(one) <= limit],
+        [one for one in measured if median_slowdown(one) > limit],
+    )
+
+
+def disturbed_doubt(measured: Sequence[Measured], usual: float) -> list[str]:
+    """One sentence if repeats are among these that should have been left out."""
+    _, bad = undisturbed(measured, usual)
+    if not bad:
+        return []
+    worst = max(median_slowdown(one) for one in bad) / usual - 1
+    return [
+        f"during {len(bad)} of {len(measured)} repeats the machine was up to {worst:.0%} slower than during the "
+        "calibration, by the yardstick, and there was no quieter moment: check again when nothing else runs"
+    ]

@@ -344,6 +344,11 @@ def describe(check: Any) -> str:
             f"this machine against its best, by a yardstick run around every step: {middle} at the median, "
             f"{worst} at p95;\n  all durations, measured and predicted, are those of the machine at its best"
         )
+    if facts.get("left_out_slowdown"):
+        slower = ", ".join(f"{factor - 1:+.0%}" for factor in facts["left_out_slowdown"])
+        lines.append(
+            f"left out and measured again, because the machine was slower than during the calibration: {slower}"
+        )
     for number, same in enumerate(facts["same_decisions"], 1):
         if same["checked"]:
             lines.append(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -50,12 +50,16 @@ class FakeWorker:
     drift = 0.0  # each served run is slower than the one before it by this share
     slower = 1.0
     engines = 0
+    slowdowns: ClassVar[
+        list[float]
+    ] = []  # of the machine, by its yardstick: one for each engine to come
     after_scene: Callable[[int], None] | None = None  # called with the number of scenes so far
     scenes = 0
 
     def __init__(self, python: Path, env: dict[str, str], folder: Path) -> None:
         self.hello = dict(HELLO)
         FakeWorker.engines += 1
+        self.slowdown = FakeWorker.slowdowns.pop(0) if FakeWorker.slowdowns else 1.0
         self._rng = np.random.default_rng(FakeWorker.scenes)
 
     def __enter__(self) -> FakeWorker:
@@ -198,6 +202,7 @@ class FakeWorker:
             "finished": [],
             "running": len(pairs),
             "waiting": 0,
+            "slowdown": self.slowdown,
             "kv_blocks_used": 1,
             "schedule_ns": 200_000,
             "device_ns": device,

@@ -34,6 +34,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> type[FakeWorker]:
         ("drift", 0.0),
         ("slower", 1.0),
         ("engines", 0),
+        ("slowdowns", []),
         ("wall_over_cpu", 1.0),
         ("after_scene", None),
         ("scenes", 0),
@@ -224,6 +225,26 @@ def test_each_repeat_on_a_cpu_has_an_engine_of_its_own(
 ) -> None:
     machine.engines = 0
     assert len(live_check(spot(profile), quiet).measured) == machine.engines == 3
+
+
+def test_a_repeat_in_a_slow_moment_of_the_machine_is_left_out_and_measured_again(
+    profile: Path, machine: type[FakeWorker]
+) -> None:
+    machine.slowdowns = [1.0, 1.7, 1.0, 1.0]
+    result = live_check(spot(profile), quiet)
+    assert result.check.facts["left_out_slowdown"] == [1.7]
+    assert len(result.measured) == 3 and machine.engines >= 4
+    assert not any("slower than during the calibration" in c for c in result.check.complaints)
+
+
+def test_a_machine_that_stays_slow_is_doubted_not_measured_for_ever(
+    profile: Path, machine: type[FakeWorker]
+) -> None:
+    machine.slowdowns = [1.7] * 50
+    result = live_check(spot(profile), quiet)
+    assert len(result.measured) == 3
+    assert any("70% slower than during the calibration" in c for c in result.check.complaints)
+    assert not result.check.passed
 
 
 def test_a_cpu_with_time_for_it_is_measured_with_two_engines_per_block_size() -> None:
